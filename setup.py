@@ -63,7 +63,7 @@ class CleanBuild(build):
 
 
 class BuildKernels(build_ext):
-    """Compiles each library, side by side; what cannot be compiled is left out with a warning."""
+    """Compiles each library, side by side; skips failing ones with a warning."""
 
     def finalize_options(self) -> None:
         """Remember whether the libraries go into the source's folder."""

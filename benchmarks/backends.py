@@ -295,8 +295,8 @@ class Vllm(Backend):
         with contextlib.suppress(AssertionError):
             values = {m.name: getattr(m, "value", 0) for m in self._llm.get_metrics()}
             kinds = ("draft", "accepted")
-            found = [values.get(f"vllm:spec_decode_num_{kind}_tokens", 0) for kind in kinds]
-            return int(found[0]), int(found[1])
+            counts = [values.get(f"vllm:spec_decode_num_{kind}_tokens", 0) for kind in kinds]
+            return int(counts[0]), int(counts[1])
         return 0, 0
 
 
@@ -367,10 +367,10 @@ class LlamaCpp(Backend):
             return
         if self._context is not None:
             self._api.llama_free(self._context)
-        own = -(-(longest - batch.shared) // 256) * 256
+        unshared = -(-(longest - batch.shared) // 256) * 256
         parameters = self._api.llama_context_default_params()
         parameters.n_seq_max = size[0]
-        parameters.n_ctx = batch.shared + size[0] * own
+        parameters.n_ctx = batch.shared + size[0] * unshared
         parameters.n_batch = self._STEP_TOKENS
         parameters.n_threads = parameters.n_threads_batch = len(os.sched_getaffinity(0))
         # As its header recommends for sequences with and without a large common prefix.

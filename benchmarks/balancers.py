@@ -15,8 +15,7 @@ import time
 from collections import deque
 from importlib.metadata import entry_points
 
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint.plugins import BalancerContext, LoadBalancer
 from hardpoint.testing import ScriptedEngines, scripted_request

@@ -143,9 +143,9 @@ def bound_seconds(
     seconds = _products(machine, size, num_prompt, len(lengths))
     for step in range(1, max(output for _, output in lengths)):
         # The token that a step computes attends to itself, which need not be read.
-        own = [prompt - shared + step - 1 for prompt, output in lengths if output > step]
-        seconds += _products(machine, size, len(own), len(own))
-        seconds += (shared + sum(own)) * size.kv_bytes / machine.read
+        contexts = [prompt - shared + step - 1 for prompt, output in lengths if output > step]
+        seconds += _products(machine, size, len(contexts), len(contexts))
+        seconds += (shared + sum(contexts)) * size.kv_bytes / machine.read
     return seconds
 
 

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from loads import VALID, random_ids
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.engine.core import EngineCore
@@ -123,8 +122,8 @@ def measure(llm: LLM, timers: Timers, running: int, prompt: int, steps: int) -> 
     timers.active = False
     while engine.has_unfinished_requests():
         engine.step()
-    found = {part: timers.seconds[part] / steps * 1e3 for part in PARTS}
-    return {**found, "step": sum(found.values()), "untimed": untimed / steps * 1e3}
+    milliseconds = {part: timers.seconds[part] / steps * 1e3 for part in PARTS}
+    return {**milliseconds, "step": sum(milliseconds.values()), "untimed": untimed / steps * 1e3}
 
 
 def main() -> None:
@@ -148,11 +147,11 @@ def main() -> None:
         }
         with LLM(options.model, config=config, dtype=options.dtype, max_model_len=length) as llm:
             for running in options.running:
-                found = measure(llm, timers, running, options.prompt, options.steps)
+                milliseconds = measure(llm, timers, running, options.prompt, options.steps)
                 if eager:
-                    result[str(running)] = found
+                    result[str(running)] = milliseconds
                 else:
-                    result[str(running)]["repeated"] = found["untimed"]
+                    result[str(running)]["repeated"] = milliseconds["untimed"]
     columns = list(result.values())
     rows = [
         [part, *(f"{f[part]:.2f} ({f[part] / f['step']:.0%})" for f in columns), meaning]

@@ -1,4 +1,4 @@
-"""Time what the ranks of one host exchange: shared memory compared with gloo.
+"""Time collectives of the ranks of one host: shared memory compared with gloo.
 
     python benchmarks/collectives.py --ranks 2
     python benchmarks/collectives.py --count 5      # whether it runs
@@ -14,8 +14,7 @@ import time
 
 import torch
 import torch.multiprocessing as multiprocessing
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint.builtin_plugins.communicators.shared_memory import SharedMemoryCommunicator
 from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator

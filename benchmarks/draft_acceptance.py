@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import torch
 from loads import random_ids
+from options import show_table
 from scenarios import write_llama
-from tables import show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.speculators.draft_model import DraftModel
@@ -64,7 +64,7 @@ class Greedy(Coupled):
 
 
 def opened(folder: Path, drafter: str | None = None) -> LLM:
-    """Return an engine; its drafts are those of the class that `drafter` names."""
+    """Return an engine with drafts of the class that `drafter` names."""
     config: dict[str, Any] = {"load": {"use": "dummy"}, "engine": {"in_process": True}}
     if drafter:
         name = f"{__name__}:{drafter.capitalize()}"
@@ -75,7 +75,7 @@ def opened(folder: Path, drafter: str | None = None) -> LLM:
 
 
 def log_probabilities(llm: LLM, texts: Sequence[list[int]]) -> list[torch.Tensor]:
-    """Return those of each token but the first of each text, float32 [tokens - 1, vocab]."""
+    """Return log-probabilities of all tokens but first ones, by text: [tokens - 1, vocab]."""
     params = SamplingParams(
         temperature=0.0, max_tokens=1, prompt_logprobs=-1, detokenize=False, speculator="none"
     )
@@ -109,9 +109,9 @@ def compare(prompts: int, tokens: int) -> list[dict[str, Any]]:
             for drafter in DRAFTERS:
                 with opened(folder, drafter) as llm:
                     for temperature in TEMPERATURES:
-                        found = _accepted(llm, other, texts, temperature, tokens)
+                        acceptance = _accepted(llm, other, texts, temperature, tokens)
                         about = {"temperature": temperature, "drafter": drafter}
-                        results.append(about | found)
+                        results.append(about | acceptance)
     rows = [
         [r["temperature"], r["drafter"], r["drafts"], f"{r['accepted']:.1%}", f"{r['optimum']:.1%}"]
         for r in sorted(results, key=lambda result: result["temperature"])
@@ -137,7 +137,9 @@ def _accepted(
         tuple(prompt): overlaps(p, q, temperature)[len(prompt) - 1 :]
         for prompt, (p, q) in zip(prompts, both, strict=True)
     }
-    counted = [one for one in verified if one[0][1] < tokens]  # others are beyond the last token
+    counted = [
+        draft for draft in verified if draft[0][1] < tokens
+    ]  # others are beyond the last token
     best = sum(float(optimum[prompt][position]) for (prompt, position), _ in counted)
     return {
         "drafts": len(counted),

@@ -100,13 +100,13 @@ def choose(arguments: argparse.Namespace, known: Sequence[str] = tuple(PEERS)) -
 
 
 @contextlib.contextmanager
-def exported(kept: Path | None) -> Iterator[Path]:
-    """Give a folder with the demo model: `kept`, if there is one, or for the body alone.
+def exported(path: Path | None) -> Iterator[Path]:
+    """Give a folder with the demo model: `path`, if there is one, or for the body alone.
 
     It has a bf16 checkpoint that every engine reads, and a link to the GGUF file.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder = kept or Path(name)
+        folder = path or Path(name)
         if not (folder / "gguf").exists():
             _export(folder)
         yield folder

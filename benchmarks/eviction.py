@@ -19,8 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 from acme_caching import AdaptiveReplacement, LeastFrequentlyUsed, TwoQueues
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.plugins import EvictionPolicy
@@ -64,21 +63,21 @@ def prompts(loads: Sequence[SyntheticLoad], seed: int, count: int) -> list[list[
     streams = [
         msgspec.structs.replace(load, requests=10 * count, seed=seed).generate() for load in loads
     ]
-    found: list[list[int]] = []
+    token_ids: list[list[int]] = []
     texts: dict[tuple[int, int], range] = {}
     used = 0
-    while len(found) < count:
+    while len(token_ids) < count:
         for number, (stream, run) in enumerate(zip(streams, RUNS, strict=False)):
             short = (request for request in stream if request.prompt_length <= LONGEST)
             for request in itertools.islice(short, run):
-                found.append([])
+                token_ids.append([])
                 for segment in request.prompt:
                     key = number, segment.id
                     if key not in texts:
                         texts[key] = range(used, used + segment.length)
                         used += segment.length
-                    found[-1] += texts[key][: segment.length]
-    return found[:count]
+                    token_ids[-1] += texts[key][: segment.length]
+    return token_ids[:count]
 
 
 def main() -> None:

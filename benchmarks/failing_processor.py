@@ -36,5 +36,5 @@ class FailsAt(LogitsProcessor):
         for request, arguments in zip(rows.requests, limits, strict=True):
             if len(request.output_token_ids) >= arguments.tokens:
                 logits.fill_(math.nan)
-                raise RuntimeError(f"failed after {arguments.tokens} tokens, as the request said")
+                raise RuntimeError(f"failed after {arguments.tokens} tokens, as the request asked")
         return logits

@@ -1,4 +1,4 @@
-"""Time to first token of a small tenant next to one that sends ten times more: fcfs and fair.
+"""Time to first token of a small tenant next to one with ten times the load: fcfs and fair.
 
     python benchmarks/fairness.py [--model smollm2] [--requests 20] [--json FILE]
 
@@ -15,8 +15,7 @@ import statistics
 import time
 from typing import Any
 
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint.configuration.loading import config_from
 from hardpoint.core.build import build_engine

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from options import options_of, save
+from options import options_of, save, show_table
 from plots import draw_fleets
-from tables import show_table
 
 from hardpoint.plugins import StepCost
 from hardpoint.simulation import (
@@ -114,21 +113,21 @@ def run(arguments: argparse.Namespace, balancer: str, num_engines: int) -> dict[
 def show(results: list[dict[str, Any]]) -> None:
     """Print the figures as a table."""
     rows = []
-    for one in results:
-        ttft, tpot = one["ttft"], one["tpot"]
-        has_choice = one["engines"] > 1
+    for result in results:
+        ttft, tpot = result["ttft"], result["tpot"]
+        has_choice = result["engines"] > 1
         rows.append([
-            f"{one['engines']} {one['balancer']}",
-            one["finished"],
-            f"{one['reuse']:.1%}",
+            f"{result['engines']} {result['balancer']}",
+            result["finished"],
+            f"{result['reuse']:.1%}",
             f"{1e3 * ttft['p50']:.0f}, {1e3 * ttft['p99']:.0f} ms",
             f"{1e3 * tpot['p50']:.1f}, {1e3 * tpot['p99']:.1f} ms",
-            f"{one['goodput_share']:.1%}",
-            f"{one['imbalance']:.2f}",
-            f"{one['load_variation']:.2f}",
-            f"{one['decisions']['p50']:.1f}" if has_choice else "-",
-            f"{one['virtual_seconds']:.0f}",
-            f"{one['real_seconds']:.0f}",
+            f"{result['goodput_share']:.1%}",
+            f"{result['imbalance']:.2f}",
+            f"{result['load_variation']:.2f}",
+            f"{result['decisions']['p50']:.1f}" if has_choice else "-",
+            f"{result['virtual_seconds']:.0f}",
+            f"{result['real_seconds']:.0f}",
         ])  # fmt: skip
     heads = ("engines", "requests", "reuse", "TTFT p50, p99", "TPOT p50, p99", "within SLO")
     heads += ("max/mean", "variation", "us/decision", "virtual s", "real s")
@@ -156,8 +155,10 @@ def main() -> None:
         options.processes, get_context("spawn"), max_tasks_per_child=1
     ) as pool:
         running = [pool.submit(run, options, *case) for case in cases]
-        results = [one for file in options.earlier or () for one in json.loads(file.read_text())]
-        results += [one.result() for one in running]
+        results = [
+            result for file in options.earlier or () for result in json.loads(file.read_text())
+        ]
+        results += [future.result() for future in running]
     show(results)
     save(options.json, results)
     if options.plot:

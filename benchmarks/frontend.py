@@ -6,6 +6,8 @@ Measured is the output processor: from the engine's outputs, one token per reque
 request outputs with text. The demo model's tokenizer decodes; outputs are deltas, statistics are
 off. The engines take turns in one process; printed are medians of processor time. "bare" is the
 step of the tokenizers library's own `DecodeStream` for each of the tokens, and nothing else.
+"decode" and "checked" are the steps before it for an engine in another process: decoding its
+messages, without and with the checks of its outputs.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import ParentRequest
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.host.registry.plugin_set import resolve_plugins
+from hardpoint.host.system.encoding import Decoder, Encoder
+from hardpoint.process.client.output_check import OutputCheck
 
 TEXT = (
     "Once upon a time, in a village between two rivers, there lived a clockmaker who built a new "
@@ -46,6 +50,8 @@ def main() -> None:
     runs: dict[str, Run] = {
         "hardpoint": lambda: _hardpoint(tokenizer, ids, options.requests),
         "bare": _bare(files.path, ids, options.requests),
+        "decode": _decode(ids, options.requests, is_checked=False),
+        "checked": _decode(ids, options.requests, is_checked=True),
     }
     if importlib.util.find_spec("vllm"):
         runs["vllm"] = _vllm(files.path, ids, options.requests)
@@ -56,14 +62,16 @@ def main() -> None:
             run()
             times[name].append(time.thread_time() - start)
     count = options.requests * options.tokens
-    found = {name: statistics.median(seconds[1:]) / count * 1e6 for name, seconds in times.items()}
-    for name, microseconds in found.items():
+    costs = {name: statistics.median(seconds[1:]) / count * 1e6 for name, seconds in times.items()}
+    for name, microseconds in costs.items():
         print(f"{name:10} {microseconds:5.2f} us per output token")
     for name, aim in (("bare", 1.6), ("vllm", 0.5)):
-        if name in found:
-            ratio = found["hardpoint"] / found[name]
+        if name in costs:
+            ratio = costs["hardpoint"] / costs[name]
             print(f"hardpoint / {name}: {ratio:.2f} (aim: at most {aim})")
-    save(options.json, found)
+    checks = costs["checked"] - costs["decode"]
+    print(f"checks: {checks:.3f} us, {checks / costs['hardpoint']:.0%} of hardpoint (aim: 5%)")
+    save(options.json, costs)
 
 
 def _hardpoint(tokenizer: Any, ids: list[int], requests: int) -> None:
@@ -93,6 +101,32 @@ def _bare(path: Path, ids: list[int], requests: int) -> Run:
         for token in ids:
             for stream in streams:
                 stream.step(tokenizer, token)
+
+    return run
+
+
+def _decode(ids: list[int], requests: int, *, is_checked: bool) -> Run:
+    params = plugins.SamplingParams(max_tokens=len(ids))
+    sent = [
+        plugins.EngineCoreRequest(request_id=f"request-{i}", prompt_token_ids=[1], params=params)
+        for i in range(requests)
+    ]
+    encoder, messages = Encoder(), []
+    for token in ids:
+        outputs = [
+            plugins.EngineCoreOutput(request_id=request.request_id, new_token_ids=[token])
+            for request in sent
+        ]
+        messages.append(encoder.encode(plugins.EngineCoreOutputs(outputs=outputs)))
+
+    def run() -> None:
+        check = OutputCheck(vocab_size=1 << 17, max_model_len=1 << 17)
+        check.add(sent)
+        decoder: Any = check.decoder if is_checked else Decoder(plugins.EngineCoreOutputs)
+        for frames in messages:
+            message = decoder.decode(frames)
+            if is_checked:
+                check.check(message, decoder.rare_fields)
 
     return run
 

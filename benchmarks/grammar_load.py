@@ -37,13 +37,13 @@ SMALL: dict[str, Any] = {
 
 
 def _small(rng: random.Random) -> str:
-    found = {
+    record = {
         "name": _phrase(rng, 5),
         "age": rng.randint(0, 120),
         "tags": [_phrase(rng, 1) for _ in range(6)],
         "active": rng.random() < 0.5,
     }
-    return json.dumps(found)
+    return json.dumps(record)
 
 
 def _parameters(rng: random.Random, count: int) -> dict[str, Any]:

@@ -36,8 +36,7 @@ import numpy as np
 import torch
 from breakdown import Timers
 from grammar_load import LOADS, OBJECTS, schemas
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.step_parts.structured.grammars import GrammarManager
@@ -267,7 +266,7 @@ def measure_compiling(setup: Setup) -> dict[str, Any]:
 
 
 def watched() -> Timers:
-    """Return timers of what grammars add to a step, inactive; for engines made afterwards."""
+    """Return timers of grammars' time in a step, inactive; for engines made afterwards."""
     timers = Timers()
     for owner, methods, part in (
         (GrammarManager, ("mask", "result"), "bitmask"),

@@ -1,4 +1,4 @@
-"""Plugins of measured engines: an asynchronous device, and collectives whose time is added up."""
+"""Plugins of measured engines: an asynchronous device, and timed collectives."""
 
 from __future__ import annotations
 

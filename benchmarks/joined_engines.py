@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import SCRIPTED
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.testing import scripted_config, write_scripted_model
@@ -34,14 +33,14 @@ CASES = {"scripted": ((1, 256), (32, 256), (1, 1)), "smollm2": ((1, 32), (32, 32
 
 def free_address() -> str:
     """Return an address of this machine that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def opened(folder: Path, model: str, *, has_keys: bool) -> Iterator[LLM]:
-    """Open a local engine and one that joins."""
+    """Open a local engine and a joined one."""
     address = free_address()
     config: dict[str, Any] = {"model": model}
     settings = {"model": model, "executor.threads": "1"}

@@ -29,7 +29,7 @@ class Stopwatch:
     seconds = 0.0
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose time counts."""
+        """Return the function with its time added up."""
 
         def timed(*args: Any) -> Any:
             began = time.thread_time()
@@ -71,17 +71,17 @@ def main() -> None:
                 times[has_journal].append(time.process_time() - began)
                 if len(times[True]) == 1:
                     watch.seconds = 0.0  # the first round warms up
-    own = watch.seconds / options.rounds / options.tokens
+    journal_s = watch.seconds / options.rounds / options.tokens
     step = statistics.median(times[False][1:]) / options.tokens
     ratios = [b / a for a, b in zip(times[False][1:], times[True][1:], strict=True)]
     size = path.stat().st_size / (options.rounds + 1) / options.tokens
     print(f"{options.model}, {options.requests} requests of {options.tokens} tokens")
     print(f"  step without a journal    {step * 1e6:9.1f} us")
-    print(f"  journal in that thread    {own * 1e6:9.1f} us  ({own / step:.2%})")
+    print(f"  journal in that thread    {journal_s * 1e6:9.1f} us  ({journal_s / step:.2%})")
     print(f"  run with / without        {statistics.median(ratios):9.3f}")
     print(f"  spread of these ratios    {min(ratios):9.3f} to {max(ratios):.3f}")
     print(f"  file                      {size:9.0f} bytes per step")
-    save(options.json, {"step": step, "journal": own, "ratios": ratios, "bytes": size})
+    save(options.json, {"step": step, "journal": journal_s, "ratios": ratios, "bytes": size})
 
 
 if __name__ == "__main__":

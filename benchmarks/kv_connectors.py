@@ -1,4 +1,4 @@
-"""Measures what KV stores save: the time to the first token of a long prompt, computed and loaded.
+"""Measure savings of KV stores: the time to the first token of a long prompt, computed and loaded.
 
     python benchmarks/kv_connectors.py [--tokens 4000] [--rounds 3]
     python benchmarks/kv_connectors.py --tokens 500 --rounds 1 --streams 4   # whether it runs
@@ -34,8 +34,7 @@ from typing import Any
 
 from engines import Peer, opened, take_turns
 from loads import VALID, Load, random_ids
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 
@@ -82,9 +81,13 @@ def setups(folder: Path, stack: contextlib.ExitStack) -> Iterator[Setup]:
     sockets = {name: f"ipc://{folder}/{name}.sock" for name in ("loading", "computing")}
     configs = [
         stored(
-            "p2p", engine=own, listen=sockets[own], peers={other: sockets[other]}, size_bytes=SIZE
+            "p2p",
+            engine=engine,
+            listen=sockets[engine],
+            peers={other: sockets[other]},
+            size_bytes=SIZE,
         )
-        for own, other in (("loading", "computing"), ("computing", "loading"))
+        for engine, other in (("loading", "computing"), ("computing", "loading"))
     ]
     yield Setup("p2p", configs[0], peer=configs[1])
 
@@ -135,10 +138,10 @@ def first_tokens(listed: list[Setup], options: argparse.Namespace) -> list[dict[
     results: list[dict[str, Any]] = [{"name": "computed", "seconds": computed}]
     results += [loaded(setup, prompts) for setup in listed]
     rows = []
-    for found in results:
-        row = [found["name"], f"{found['seconds']:.3f}", f"{computed / found['seconds']:.1f}"]
-        if "bytes" in found:
-            size, seconds = found["bytes"], found["load_seconds"]
+    for result in results:
+        row = [result["name"], f"{result['seconds']:.3f}", f"{computed / result['seconds']:.1f}"]
+        if "bytes" in result:
+            size, seconds = result["bytes"], result["load_seconds"]
             row += [f"{size / 1e6:.0f}", f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}"]
         rows.append(row)
     heads = ("", "seconds", "times faster", "MB", "loading, s", "GB/s")
@@ -202,7 +205,7 @@ def wait_until_stored(llm: LLM) -> None:
 
 
 def saving(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Show and return the tokens per second of streams whose blocks are all stored."""
+    """Show and return the tokens per second of streams while all blocks are stored."""
     configs: dict[str, dict[str, Any]] = {
         "no connector": {},
         "memory": stored("memory", size_bytes=SIZE),
@@ -234,7 +237,7 @@ def main() -> None:
         rounds=3,
         tokens=(4000, "of the prompt"),
         stores=(["memory", "disk", "redis", "p2p"], "that are measured"),
-        streams=(16, "whose blocks are stored"),
+        streams=(16, "with stored blocks"),
     )
     print(f"{os.cpu_count()} CPUs, {THREADS} threads load")
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:

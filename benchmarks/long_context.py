@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from options import options_of, save
+from options import options_of, save, show_table
 from scenarios import FAMILIES
-from tables import show_table
 
 MIB = 1 << 20
 BLOCK = 16
@@ -54,21 +53,21 @@ def write_config(folder: Path, tokens: int, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Run the prompt part by part, each after what is cached of it; return the figures."""
+def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Run the prompt part by part, each after its cached prefix; return the figures."""
     from hardpoint import LLM, SamplingParams
 
     config = {
         "load": {"use": "dummy"},
         "kv_cache": {
-            "dtype": given.kv_dtype,
+            "dtype": options.kv_dtype,
             "block_size": BLOCK,
-            "num_blocks": given.tokens // BLOCK + 2,
+            "num_blocks": options.tokens // BLOCK + 2,
         },
-        "scheduler": {"max_num_batched_tokens": given.chunk, "max_num_seqs": 1},
+        "scheduler": {"max_num_batched_tokens": options.chunk, "max_num_seqs": 1},
     }
     rng = random.Random(0)
-    prompt = [rng.randrange(1000) for _ in range(given.tokens - given.generate)]
+    prompt = [rng.randrange(1000) for _ in range(options.tokens - options.generate)]
 
     def seconds(length: int, tokens: int = 1) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -78,13 +77,13 @@ def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
 
     process = psutil.Process()
     eighth = len(prompt) // 8
-    sizes = {"dtype": given.dtype, "max_model_len": given.tokens}
+    sizes = {"dtype": options.dtype, "max_model_len": options.tokens}
     with LLM(folder, tokenizer="smollm2", config=config, **sizes) as llm:
         seconds(3)
         before = process.memory_info().rss
         first, middle, last = seconds(eighth), seconds(7 * eighth), seconds(len(prompt))
-        one = seconds(len(prompt))
-        more = seconds(len(prompt), given.generate) - one
+        single = seconds(len(prompt))
+        more = seconds(len(prompt), options.generate) - single
         after = process.memory_info().rss
     return {
         "prompt tokens": len(prompt),
@@ -94,7 +93,7 @@ def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         "prefill, s": round(first + middle + last, 1),
         "first eighth, tokens/s": round(eighth / first),
         "last eighth, tokens/s": round((len(prompt) - 7 * eighth) / last),
-        "a further token, ms": round(1000 * more / (given.generate - 1), 2),
+        "a further token, ms": round(1000 * more / (options.generate - 1), 2),
     }
 
 

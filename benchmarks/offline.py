@@ -26,8 +26,7 @@ from typing import Any
 from bounds import Machine, ModelSize, bound_seconds, measure
 from engines import PEER_OPTIONS, PEERS, choose, exported, opened, take_turns
 from loads import LOADS, Load
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 Speeds = dict[str, dict[str, list[float]]]
 """Tokens per second of each round, by load and engine."""
@@ -76,7 +75,7 @@ def _ratios(speeds: dict[str, list[float]]) -> dict[str, float]:
         if name != base:
             pairs = zip(speeds[base], listed, strict=True)
             ratios[name] = statistics.median(
-                other / own if is_own else own / other for own, other in pairs
+                other / speed if is_own else speed / other for speed, other in pairs
             )
     return ratios
 

@@ -1,12 +1,15 @@
-"""Command lines of benchmarks as data, and files of results."""
+"""Command lines of benchmarks as data, and results as tables and files."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
+
+from rich.console import Console
+from rich.table import Table
 
 
 def options_of(
@@ -56,3 +59,15 @@ def save(file: Path | None, result: Any) -> None:
     """Write a result as JSON, if there is a file for it."""
     if file is not None:
         file.write_text(json.dumps(result, indent=1))
+
+
+def show_table(
+    title: str, headings: Iterable[object], rows: Iterable[Sequence[object]], *, width: int = 120
+) -> None:
+    """Print a table with the first column aligned to the left."""
+    table = Table(title=title)
+    for number, heading in enumerate(headings):
+        table.add_column(str(heading), justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(width=width).print(table)

@@ -26,9 +26,8 @@ from typing import Any
 from engines import Peer, opened, take_turns
 from instruments import DEVICE_SECONDS, MAX_SEQS, ON_DEVICE
 from loads import BYTES, Load
-from options import options_of, save
+from options import options_of, save, show_table
 from scenarios import scripted
-from tables import show_table
 
 DEVICE_MS = {1: 2.0, 64: 5.5, 256: 6.0}
 """Of a step, by the number of requests."""
@@ -73,8 +72,10 @@ def measure(name: str, count: int, options: argparse.Namespace) -> dict[str, flo
                 answers = take_turns(engines, load.rounds(f"{length}", options.rounds))
                 for mode, listed in answers.items():
                     best[mode].append(min(answer["seconds"] for answer in listed))
-    found = {mode: (long - few) * 1000 / options.tokens for mode, (few, long) in best.items()}
-    return found if options.model else found | {"device": device_ms}
+    milliseconds = {
+        mode: (long - few) * 1000 / options.tokens for mode, (few, long) in best.items()
+    }
+    return milliseconds if options.model else milliseconds | {"device": device_ms}
 
 
 def main() -> None:
@@ -93,8 +94,12 @@ def main() -> None:
     for name in options.engines:
         report[name] = {}
         for count in options.running:
-            found = report[name][str(count)] = measure(name, count, options)
-            plain, ahead, device = found["plain"], found["ahead"], found.get("device", 0.0)
+            milliseconds = report[name][str(count)] = measure(name, count, options)
+            plain, ahead, device = (
+                milliseconds["plain"],
+                milliseconds["ahead"],
+                milliseconds.get("device", 0.0),
+            )
             cells = (device, plain, ahead, plain - device, ahead - device)
             hidden = 1 - (ahead - device) / (plain - device)
             times.append([name, count, *(f"{time:.2f}" for time in cells), f"{hidden:.0%}"])

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from engines import exported
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hardpoint import LLM, SamplingParams
@@ -94,16 +93,16 @@ def read_by_hardpoint(
 
 
 def compare(folder: Path, positions: int, cache_dtypes: list[str]) -> list[list[str]]:
-    """Return the rows of the table; each reference comes before those that are compared with it."""
+    """Return the rows of the table, each reference before the rows that are compared with it."""
     checkpoint = folder / "checkpoint"
     texts = read_texts(checkpoint, positions)
     (gguf,) = (folder / "gguf").glob("*.gguf")
     expected = read_by_transformers(checkpoint, texts, torch.float32)
     rows = [["transformers, float32", "", f"{expected.perplexity:.3f}"]]
 
-    def add(name: str, found: Reading) -> None:
-        equal = sum(a == b for a, b in zip(found.choices, expected.choices, strict=True))
-        rows.append([name, f"{equal} of {len(found.choices)}", f"{found.perplexity:.3f}"])
+    def add(name: str, reading: Reading) -> None:
+        equal = sum(a == b for a, b in zip(reading.choices, expected.choices, strict=True))
+        rows.append([name, f"{equal} of {len(reading.choices)}", f"{reading.perplexity:.3f}"])
 
     add("transformers, bfloat16", read_by_transformers(checkpoint, texts, torch.bfloat16))
     variants = {"float32": ("float32",), "bfloat16": ("bfloat16",)}

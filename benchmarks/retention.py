@@ -16,8 +16,7 @@ import time
 from typing import Any
 
 from loads import VALID, random_ids
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 
@@ -56,7 +55,7 @@ def measure(model: str, turns: int, conversations: int, seconds: float | None) -
     }
     histories: list[list[int]] = [[] for _ in range(conversations)]
     of_turns, of_others = [], []
-    asked = hit = 0
+    num_tokens = hit = 0
     with LLM(model, config=config, progress=False) as llm:
         for turn in range(turns):
             for index, history in enumerate(histories):
@@ -66,12 +65,12 @@ def measure(model: str, turns: int, conversations: int, seconds: float | None) -
                 history += output.outputs[0].token_ids
                 if turn:
                     of_turns.append(first)
-                    asked += len(output.prompt_token_ids)
+                    num_tokens += len(output.prompt_token_ids)
                     hit += output.num_cached_tokens
                 for _ in range(_OTHERS):
                     of_others.append(_asked(llm, random_ids(numbers, _OTHER_TOKENS, VALID))[0])
     return {
-        "found": hit / asked,
+        "found": hit / num_tokens,
         "ttft_p50": statistics.median(of_turns),
         "ttft_max": max(of_turns),
         "others_p50": statistics.median(of_others),

@@ -15,7 +15,7 @@ import numpy as np
 from engines import Peer, choose, exported, opened
 from instruments import DEVICE_SECONDS, ON_DEVICE, TIMES
 from loads import BYTES, Load
-from tables import show_table
+from options import show_table
 
 RANK = 8
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -268,7 +268,7 @@ def _collectives(
 
 
 def replicas(options: argparse.Namespace) -> Iterator[Scenario]:
-    """Yield several numbers of engines whose devices sleep, with as many requests each."""
+    """Yield several numbers of engines on sleeping devices, with as many requests each."""
     os.environ[DEVICE_SECONDS] = str(options.milliseconds / 1000)
     (rows,) = options.streams
     rates: dict[int, float] = {}

@@ -41,14 +41,14 @@ def holdings_of(pid: int) -> Holdings:
 
 def leaks(before: Holdings, after: Holdings, memory_mib: float) -> list[str]:
     """Return the resources that grew, memory by more than `memory_mib`, in plain sentences."""
-    found = [
+    problems = [
         f"{name}: {before[name]:.0f} before the load, {after[name]:.0f} after it"
         for name in ("processes", "descriptors", "threads")
         if after[name] > before[name]
     ]
     if (grown := after["memory"] - before["memory"]) > memory_mib:
-        found.append(f"memory: grew by {grown:.0f} MiB, more than {memory_mib:g}")
-    return found
+        problems.append(f"memory: grew by {grown:.0f} MiB, more than {memory_mib:g}")
+    return problems
 
 
 async def holdings_at_rest(pid: int, is_done: Callable[[Holdings, Holdings], bool]) -> Holdings:
@@ -61,10 +61,10 @@ async def holdings_at_rest(pid: int, is_done: Callable[[Holdings, Holdings], boo
     deadline, last = time.monotonic() + REST_S, holdings_of(pid)
     while True:
         await asyncio.sleep(REST_PERIOD_S)
-        found = holdings_of(pid)
-        if is_done(last, found) or time.monotonic() > deadline:
-            return found
-        last = found
+        holdings = holdings_of(pid)
+        if is_done(last, holdings) or time.monotonic() > deadline:
+            return holdings
+        last = holdings
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -80,16 +80,16 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 async def metrics_when_idle(client: Client) -> tuple[dict[str, float], list[str]]:
-    """Wait until no request and no block is in use; return the figures, and what is left."""
+    """Wait until no request and no block is in use; return the figures, and the remaining uses."""
     deadline = time.monotonic() + IDLE_S
     while True:
         status, text = await client.ask("GET", "/metrics")
-        found = parse_metrics(text) if status == 200 else {}
+        metrics = parse_metrics(text) if status == 200 else {}
         left = [
-            f"{name}: {found[name]:g}" if name in found else f"{name}: not in /metrics"
+            f"{name}: {metrics[name]:g}" if name in metrics else f"{name}: not in /metrics"
             for name in NAMES
-            if name != TASKS and found.get(name) != 0
+            if name != TASKS and metrics.get(name) != 0
         ]
         if not left or time.monotonic() > deadline:
-            return found, left
+            return metrics, left
         await asyncio.sleep(IDLE_PERIOD_S)

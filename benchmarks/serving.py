@@ -37,9 +37,8 @@ from typing import Any
 
 from engine_process import ClosedLoop, LongPrompt
 from engines import PEER_OPTIONS, Peer, choose, exported, opened
-from options import options_of, save
+from options import options_of, save, show_table
 from plots import draw_gaps
-from tables import show_table
 
 STREAMS = {"hardpoint": Peer("hardpoint-async"), "vllm": Peer("vllm-async", module="vllm")}
 FIGURES = ("tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "ITL max", "CPU us/tok")
@@ -111,15 +110,15 @@ def compare(options: argparse.Namespace, engines: dict[str, Any]) -> dict[str, d
 
 
 def show(result: dict[str, dict[str, Figures]]) -> None:
-    """Print the table, and what HTTP costs."""
+    """Print the table, and the cost of HTTP."""
     rows = []
     for streams, by_engine in result.items():
         for engine, values in by_engine.items():
             rows.append([streams, engine, *(f"{values[name]:.1f}" for name in FIGURES)])
-        own, *others = by_engine
+        reference, *others = by_engine
         for other in others:
-            ratios = (by_engine[other][name] / by_engine[own][name] for name in FIGURES)
-            rows.append([streams, f"{other} / {own}", *(f"{ratio:.2f}" for ratio in ratios)])
+            ratios = (by_engine[other][name] / by_engine[reference][name] for name in FIGURES)
+            rows.append([streams, f"{other} / {reference}", *(f"{ratio:.2f}" for ratio in ratios)])
     title = "128 in / 64 out, closed loop; times in milliseconds"
     show_table(title, ("streams", "engine", *FIGURES), rows)
     for streams, by_engine in result.items():
@@ -166,8 +165,8 @@ def show_busy(result: dict[str, dict[str, float]], rounds: int) -> None:
     """Print the table of a stream next to busy processes."""
     counts = list(next(iter(result.values())))
     rows = [
-        [name, *(f"{speed:.1f} ({speed / found[counts[0]]:.0%})" for speed in found.values())]
-        for name, found in result.items()
+        [name, *(f"{speed:.1f} ({speed / speeds[counts[0]]:.0%})" for speed in speeds.values())]
+        for name, speeds in result.items()
     ]
     title = f"one stream next to busy processes, tokens per second; medians of {rounds}"
     show_table(title, ("engine", *(f"{count} busy" for count in counts)), rows)

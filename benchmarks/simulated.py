@@ -32,8 +32,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import AsyncLLM, SamplingParams
 from hardpoint.plugins import EngineConfig
@@ -111,7 +110,7 @@ def config_of(policy: str) -> dict[str, Any]:
 
 
 async def warm_up(llm: AsyncLLM, number: int) -> None:
-    """Run a request that is longer than those with smaller numbers."""
+    """Run a request that is longer than the requests with smaller numbers."""
     params = SamplingParams(max_tokens=12 * number, ignore_eos=True, temperature=0.0)
     async for _ in llm.generate({"prompt_token_ids": [50 + number] * (8 + 8 * number)}, params):
         pass
@@ -156,12 +155,12 @@ async def measure(
         )
     finally:
         await llm.aclose()
-    found = {}
+    percentiles = {}
     for name, values in zip(TIMES, zip(*times, strict=True), strict=True):
         for percent in (50, 95):
-            found[f"{name}.p{percent}"] = float(np.nanpercentile(values, percent))
-        found[f"{name}.mean"] = float(np.nanmean(values))
-    return found
+            percentiles[f"{name}.p{percent}"] = float(np.nanpercentile(values, percent))
+        percentiles[f"{name}.mean"] = float(np.nanmean(values))
+    return percentiles
 
 
 def simulated(load: SyntheticLoad, cost: Path, policies: list[str]) -> dict[str, Figures]:
@@ -188,11 +187,13 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Print and return measured and simulated figures, and the order of the policies."""
     measured = {policy: medians(listed) for policy, listed in runs.items()}
-    predicted = {policy: medians([one[policy] for one in simulations]) for policy in runs}
+    predicted = {
+        policy: medians([simulation[policy] for simulation in simulations]) for policy in runs
+    }
     results: list[dict[str, Any]] = []
     for policy, listed in runs.items():
         for figure in (f"{name}.{key}" for name in TIMES for key in GOALS):
-            values, median = [one[figure] for one in listed], measured[policy][figure]
+            values, median = [run[figure] for run in listed], measured[policy][figure]
             spread = (max(values) - min(values)) / median
             error = predicted[policy][figure] / median - 1
             goal = max(GOALS[figure.rpartition(".")[2]], spread if len(values) > 1 else 0.0)
@@ -209,7 +210,10 @@ def compare(
     heads = ("policy, figure", "measured, ms", "simulated, ms", "spread", "error", "")
     show_table(load, heads, rows)
     for figure in ("ttft.mean", "e2e.mean"):
-        orders = [sorted(runs, key=lambda p: found[p][figure]) for found in (measured, predicted)]
+        orders = [
+            sorted(runs, key=lambda p: medians_by_policy[p][figure])
+            for medians_by_policy in (measured, predicted)
+        ]
         texts = [", ".join(order) for order in orders]
         agree = "agree" if texts[0] == texts[1] else "differ"
         print(f"{load} by {figure}: measured {texts[0]}; simulated {texts[1]}: {agree}")
@@ -247,10 +251,10 @@ def main() -> None:
                 cost = options.cost or calibrated(Path(folder, "cost.json"), options)
                 simulations.append(simulated(load, cost, options.policies))
             for policy in options.policies:
-                found = asyncio.run(measure(policy, list(load.generate()), options))
-                runs[policy].append(found)
+                result = asyncio.run(measure(policy, list(load.generate()), options))
+                runs[policy].append(result)
                 print(
-                    f"run {number + 1} of {name}, {policy}: TTFT p50 {found['ttft.p50']:.3f} s; "
+                    f"run {number + 1} of {name}, {policy}: TTFT p50 {result['ttft.p50']:.3f} s; "
                     f"load of the machine {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )

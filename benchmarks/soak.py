@@ -156,18 +156,18 @@ class Soak:
             return {**figures, "problems": counts.problems(options.different)}
         await self._load(min(_WARM_UP_S, 0.2 * options.seconds), options.seed, scenario)
         first_metrics, left = await metrics_when_idle(client)
-        problems += [f"left after the warm-up: {what}" for what in left]
+        problems += [f"left after the warm-up: {leftover}" for leftover in left]
         before = after = None
         if pid is not None:
             before = await holdings_at_rest(pid, lambda old, new: not leaks(old, new, 1.0))
         counts, figures = await self._load(options.seconds, options.seed + 1, scenario)
         metrics, left = await metrics_when_idle(client)
-        problems += [f"left after the load: {what}" for what in left]
+        problems += [f"left after the load: {leftover}" for leftover in left]
         if pid is not None and before is not None:
             base, limit = before, options.memory
             after = await holdings_at_rest(pid, lambda _, new: not leaks(base, new, limit))
             problems += leaks(base, after, limit)
-        tasks = [found.get(TASKS, 0.0) for found in (first_metrics, metrics)]
+        tasks = [values.get(TASKS, 0.0) for values in (first_metrics, metrics)]
         if TASKS in first_metrics and tasks[1] > tasks[0]:
             problems.append(f"{TASKS}: {tasks[0]:g} before, {tasks[1]:g} after")
         for number, text in enumerate(await self._ask_alone(client, _CHECKED_AFTER)):
@@ -175,8 +175,8 @@ class Soak:
                 problems.append(f"question {number} has another answer after the load")
         await client.close()
         problems += counts.problems(options.different)
-        found = {"metrics": metrics, "before": before, "after": after, "problems": problems}
-        return figures | found
+        outcome = {"metrics": metrics, "before": before, "after": after, "problems": problems}
+        return figures | outcome
 
     async def _model(self, client: Client) -> str:
         """Return the model that the options name for a server that runs, or that it lists first."""
@@ -306,9 +306,11 @@ def server(
         settings["plugins.enable"] = f'["{FAILING}", {enabled}]'
         if scenario.has_engines:
             lines = []
-            for key, one in traffic.items():
+            for key, key_traffic in traffic.items():
                 lines += ["[[key]]", f'name = "{key}"', f'key = "{secret_of(key)}"']
-                lines += [f"requests_per_minute = {one.per_minute}"] * bool(one.per_minute)
+                lines += [f"requests_per_minute = {key_traffic.per_minute}"] * bool(
+                    key_traffic.per_minute
+                )
             keys = folder / "keys.toml"
             keys.touch(0o600)
             keys.write_text("\n".join(lines) + "\n")
@@ -353,10 +355,10 @@ def slowed(runs: Mapping[str, dict[str, Any]], ratio: float) -> list[str]:
     problems = []
     for name in ("ttft", "itl") * (len(runs) == 2):
         flooded, plain = (run["times"]["quiet"][name]["p99"] for run in runs.values())
-        found = flooded / max(plain, 1e-6)
-        print(f"quiet key, {name.upper()}: p99 with the flood / without: {found:.2f}")
-        if found > ratio:
-            problems.append(f"{name.upper()} of the quiet key: {found:.2f} times as long")
+        slowdown = flooded / max(plain, 1e-6)
+        print(f"quiet key, {name.upper()}: p99 with the flood / without: {slowdown:.2f}")
+        if slowdown > ratio:
+            problems.append(f"{name.upper()} of the quiet key: {slowdown:.2f} times as long")
     return problems
 
 
@@ -366,7 +368,7 @@ def main() -> None:
         __doc__,
         scenarios=SCENARIOS,
         url=(str, "of a server that runs; otherwise one is started"),
-        pid=(int, "its process, to look at what it holds"),
+        pid=(int, "its process, to look at its resources"),
         model=(str, "to start a server with; default: the scripted model"),
         set=(list[str], "PATH=VALUE: a setting of the server"),
         endpoint=("completions", "or chat"),
@@ -389,7 +391,7 @@ def main() -> None:
         traffic = scenario.traffic(options)
         if flood == "without":
             traffic.pop("flood", None)
-        allow_descriptors(2 * sum(one.streams for one in traffic.values()) + 256)
+        allow_descriptors(2 * sum(key_traffic.streams for key_traffic in traffic.values()) + 256)
         with server(scenario, traffic, options) as target:
             runs[flood] = run_on_uvloop(Soak(target, traffic, options).run(scenario))
         print(f"{options.scenario}, {flood} a flood, {options.seconds:g} s")

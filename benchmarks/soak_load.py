@@ -182,7 +182,7 @@ class Counts:
         checks = {
             f"{self.lost.total()} requests without a fault of their own failed": self.lost,
             f"{len(self.late)} requests ended long after their deadline": self.late,
-            f"{len(self.wrong)} of {self.compared} answers differ from those without load": (
+            f"{len(self.wrong)} of {self.compared} answers differ from answers without load": (
                 len(self.wrong) > allowed * self.compared
             ),
             "no answer was compared": not self.compared,
@@ -193,10 +193,14 @@ class Counts:
 def times_of(timelines: Sequence[Timeline]) -> dict[str, dict[str, float]]:
     """Return p50 and p99 of the times of answers, in milliseconds."""
     times = {
-        "ttft": [one.first - one.sent for one in timelines if one.chunks],
-        "tpot": [(one.last - one.first) / (one.chunks - 1) for one in timelines if one.chunks > 1],
-        "itl": [gap for one in timelines for gap in one.gaps],
-        "e2e": [one.ended - one.sent for one in timelines],
+        "ttft": [timeline.first - timeline.sent for timeline in timelines if timeline.chunks],
+        "tpot": [
+            (timeline.last - timeline.first) / (timeline.chunks - 1)
+            for timeline in timelines
+            if timeline.chunks > 1
+        ],
+        "itl": [gap for timeline in timelines for gap in timeline.gaps],
+        "e2e": [timeline.ended - timeline.sent for timeline in timelines],
     }
     ordered = {name: sorted(seconds) or [0.0] for name, seconds in times.items()}
     return {

@@ -32,8 +32,7 @@ from typing import Any
 
 from backends import Batch
 from engines import PEER_OPTIONS, Engine, Peer, choose, exported, opened
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 DOCS = Path(__file__).parent.parent / "docs"
 NONE = "none"
@@ -190,7 +189,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def weights(options: argparse.Namespace) -> Iterator[Path]:
-    """Give a folder with the checkpoint: that of `--model`, or of the demo model."""
+    """Give a folder with the checkpoint of `--model`, or of the demo model."""
     if options.model is None:
         with exported(options.folder) as folder:
             yield folder

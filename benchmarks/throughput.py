@@ -36,9 +36,8 @@ import statistics
 from typing import Any
 
 from engines import PEER_OPTIONS, opened, take_turns
-from options import options_of, save
+from options import options_of, save, show_table
 from scenarios import FAMILIES, RANKS, SCENARIOS, Scenario
-from tables import show_table
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "processes": {"streams": [1, 32], "tokens": 64, "rounds": 3},

@@ -1,4 +1,4 @@
-"""Measures what requests notice of weights that change while they run.
+"""Measure the effect of online weight updates on requests.
 
     python benchmarks/update_weights.py [--model smollm2] [--streams 32] [--rounds 5] [--json FILE]
 
@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options import options_of, save
+from options import options_of, save, show_table
 from safetensors.torch import save_file
-from tables import show_table
 
 from hardpoint import AsyncLLM, SamplingParams
 
@@ -47,21 +46,21 @@ def main() -> None:
             },
             file,
         )
-        found = asyncio.run(_measure(options.model, options.streams, options.rounds, file))
+        measured = asyncio.run(_measure(options.model, options.streams, options.rounds, file))
     heads = ("", "updates", "until in use", "longest gap, ms: before", "preparing", "exchange")
     rows = [
         [
             name,
             str(len(figures["seconds"])),
             f"{statistics.median(figures['seconds']):.2f} s",
-            f"{1000 * found['before']:.0f}",
+            f"{1000 * measured['before']:.0f}",
             *(f"{1000 * statistics.median(figures[key]):.0f}" for key in ("preparing", "exchange")),
         ]
-        for name, figures in found["updates"].items()
+        for name, figures in measured["updates"].items()
     ]
     show_table("weight updates", heads, rows)
-    print(f"tokens by version: {found['tokens']}")
-    save(options.json, found)
+    print(f"tokens by version: {measured['tokens']}")
+    save(options.json, measured)
 
 
 async def _measure(model: str, streams: int, rounds: int, file: Path) -> dict[str, Any]:

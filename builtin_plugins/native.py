@@ -37,7 +37,7 @@ def load_kernels(context: AttentionContext | OpsContext, path: str) -> cpu.Libra
 
 
 def check_tensors(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
-    """Refuse what kernels would read at the address of something else.
+    """Reject tensors that kernels would read at a wrong address.
 
     Raises:
         TypeError: one is not on the CPU, or of another dtype.
@@ -51,14 +51,14 @@ def check_tensors(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
 
 
 def check_rows(tensor: torch.Tensor) -> None:
-    """Refuse rows whose elements are not side by side.
+    """Reject rows with a stride between elements.
 
     Raises:
         ValueError: they are not.
     """
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
-            f"expected rows whose elements are side by side, got a tensor {list(tensor.shape)} "
+            f"expected rows with elements side by side, got a tensor {list(tensor.shape)} "
             f"with the strides {tensor.stride()}"
         )
 
@@ -71,13 +71,13 @@ class Results:
     """
 
     def __init__(self, library: cpu.Library) -> None:
-        """`library`: whose kernels write the results. What is recorded keeps its results."""
+        """`library`: kernels that write the results. Recorded operations keep their results."""
         self._library = library
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self._lent: dict[int, weakref.ref[memoryview]] = {}  # by address
 
     def empty(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor whose elements may be anything."""
+        """Return a tensor with undefined elements."""
         count = math.prod(shape)
         size = count * dtype.itemsize
         if size < _LARGE or self._library.recording is not None:

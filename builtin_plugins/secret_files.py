@@ -25,13 +25,13 @@ def read_secret(file: str, path: str, limit: int) -> bytes:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may hang
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{path}: {file!r}: expected a regular file")
-            if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o037:
+            if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o037:
                 raise ConfigError(
                     f"{path}: {file!r}: expected a file of yours or root's with mode 0600 or 0640, "
-                    f"got mode {stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}"
+                    f"got mode {stat.S_IMODE(status.st_mode):04o} of user {status.st_uid}"
                 )
             return os.read(descriptor, limit)
         finally:

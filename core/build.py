@@ -237,7 +237,7 @@ def prepare_engine(
         progress: receives the progress of long work.
         clock: clock of the engine and the frontend, in seconds.
         handed: the plugins that the program hands over, see `handed_over`.
-        companions: open what the program has next to the engine.
+        companions: open the companions of the engine, such as IO processors.
         send_stats: sends statistics to another process, which has the sinks; None if this process
             has them.
 
@@ -281,7 +281,7 @@ def prepare_engine(
 
 
 def _check_parts(config: EngineConfig, step_parts: FrontendParts) -> None:
-    """Check that step parts do what the configuration asks for.
+    """Check that step parts support the configuration.
 
     Raises:
         ConfigError: an enabled part is missing.
@@ -306,14 +306,14 @@ def _resolve(
     config: EngineConfig,
     config_sources: ConfigSources,
     progress: Progress,
-    handed: Sequence[InstalledPlugin],
+    passed_plugins: Sequence[InstalledPlugin],
 ) -> tuple[HookSet, WorkerSpec]:
     log_opening(config, config_sources)
     # Imported here, so that an engine process is started before torch takes its second, and before
     # plugins import torch.
     with short_spin():
         from hardpoint.core.engine.prepare import prepare_worker  # noqa: PLC0415
-    plugins = resolve_plugins(config, config_sources, handed=handed)
+    plugins = resolve_plugins(config, config_sources, passed_plugins=passed_plugins)
     _announce(plugins)
     hooks = plugins.hooks()
     with naming_plugin(plugins):
@@ -340,7 +340,7 @@ def _announce(plugins: PluginSet) -> None:
         _log.warning("%s", warning)
     if idle := plugins.not_enabled():
         _log.info(
-            "installed plugins that are not enabled: %s", ", ".join(found.label for found in idle)
+            "installed plugins that are not enabled: %s", ", ".join(plugin.label for plugin in idle)
         )
     for entry, cls in plugins.logits_processors():
         with faults_as(PluginLoadError, f"{entry.source}: its uses"):

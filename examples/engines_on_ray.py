@@ -23,14 +23,14 @@ def main(model: str, prompts: list[str], **config: Any) -> list[list[RequestOutp
     }
     params = SamplingParams(max_tokens=32, temperature=0.0)
     with LLM(config={**config, **settings}) as llm:
-        found = [llm.generate(prompts, params)]
+        results = [llm.generate(prompts, params)]
         for count in (3, 1):
             llm.engines.scale(count)
             print(f"engines: {', '.join(str(engine.rank) for engine in llm.engines)}")
-            found.append(llm.generate(prompts, params))
-    for output in found[-1]:
+            results.append(llm.generate(prompts, params))
+    for output in results[-1]:
         print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def engine_config(name: str, sockets: str) -> dict[str, Any]:
         "plugin": {
             "p2p": {
                 "listen": f"ipc://{sockets}/{name}.sock",
-                "peers": {one: f"ipc://{sockets}/{one}.sock" for one in (PREFILL, DECODE)},
+                "peers": {peer: f"ipc://{sockets}/{peer}.sock" for peer in (PREFILL, DECODE)},
                 "size_bytes": 256 << 20,
             }
         },
@@ -44,7 +44,7 @@ async def last_output(
 
 
 async def compute(engine: AsyncLLM, prompt: str, params: SamplingParams) -> dict[str, Any] | None:
-    """Let an engine compute a prompt; return what another one needs to go on with it."""
+    """Let an engine compute a prompt; return the parameters with which another one goes on."""
     first = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, stop=[])
     try:
         output = await last_output(engine, prompt, first, {"do_remote_decode": True})
@@ -56,7 +56,7 @@ async def compute(engine: AsyncLLM, prompt: str, params: SamplingParams) -> dict
 async def answer(
     prefill: AsyncLLM, decode: AsyncLLM, prompt: str, params: SamplingParams
 ) -> RequestOutput:
-    """Complete a prompt, of which one engine computes the beginning and the other one the rest."""
+    """Complete a prompt: one engine computes its beginning and the other one the rest."""
     return await last_output(decode, prompt, params, await compute(prefill, prompt, params))
 
 

@@ -33,7 +33,7 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def compute(prefill: str, body: dict[str, Any]) -> dict[str, Any] | None:
-    """Let a server compute a prompt; return what another one needs to go on, None if it fails."""
+    """Let a server compute a prompt; return the parameters to go on with, None if it fails."""
     first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     try:
         return post(prefill, first).get("kv_transfer_params")  # none after a timeout, for example

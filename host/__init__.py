@@ -1,1 +1,1 @@
-"""The plugin host: how plugins are found, guarded and changed, and what processes share."""
+"""The plugin host: discovery, guards and hot reconfiguration of plugins, and process utilities."""

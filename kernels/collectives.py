@@ -73,7 +73,7 @@ class Group:
         try:
             if region.num_members != len(names):
                 raise ValueError(
-                    f"names: expected those of {region.num_members} ranks, got {len(names)}"
+                    f"names: expected the names of {region.num_members} ranks, got {len(names)}"
                 )
             self._session = RegionSession(library, region, rank, names, _note_text)
         except BaseException:
@@ -107,7 +107,7 @@ class Group:
         return result
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """Replace x by that of a rank, and return it."""
+        """Replace x by the tensor of a rank, and return it."""
         self._call("broadcast", x.data_ptr(), x.nbytes, _code(x), source)
         return x
 
@@ -116,7 +116,7 @@ class Group:
         self._call("send", x.data_ptr(), x.nbytes, _code(x), destination)
 
     def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """Replace x by what another rank has sent, and return it."""
+        """Replace x by the tensor that another rank has sent, and return it."""
         self._call("recv", x.data_ptr(), x.nbytes, _code(x), source)
         return x
 

@@ -139,7 +139,7 @@ class Recording:
         self._thread = threading.get_ident()
 
     def add(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Add a call, if the thread is the one that records."""
+        """Add a call, if the thread is recording."""
         if threading.get_ident() == self._thread:
             words = (_word(argument) for argument in arguments)
             self._calls.append((function.recorded, *words))  # type: ignore[attr-defined]
@@ -232,7 +232,7 @@ class Library:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
-        """Record what this thread runs; one thread at a time."""
+        """Record the calls of this thread; one thread at a time."""
         with self._recording_lock:
             recording = self.recording = Recording()
             try:
@@ -284,7 +284,7 @@ def codes_form(part: Codes) -> tuple[int, ...]:
 
 
 def codes_size(library: Library, forms: Sequence[tuple[int, ...]], depth: int) -> int:
-    """Return the bytes of a packed matrix whose parts have these forms."""
+    """Return the bytes of a packed matrix with parts of these forms."""
     words = np.array(forms, np.int64)
     size: int = library.function("codes_size", None)(words.ctypes.data, len(forms), depth)
     return size

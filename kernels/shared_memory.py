@@ -1,4 +1,4 @@
-"""Memory that processes of one host share, and what they exchange through it.
+"""Memory that processes of one host share, and messages in it.
 
 A region has members, threads or processes. They wait for each other in the compiled kernels, where
 one that waits spins briefly, yields, then sleeps; each wait ends when the region is aborted, or
@@ -91,12 +91,12 @@ class Region:
         self._memory.close()
 
 
-def allocate(num_bytes: int, what: str) -> int:
+def allocate(num_bytes: int, owner: str) -> int:
     """Allocate memory of zeros, all of it now.
 
     Args:
         num_bytes: how much.
-        what: names it in the message.
+        owner: names it in the message.
 
     Returns:
         Its descriptor, which the caller closes; children do not inherit it.
@@ -106,7 +106,7 @@ def allocate(num_bytes: int, what: str) -> int:
     """
     available, source = min(_available())
     if num_bytes > available:
-        raise NoMemoryError(_too_little(what, num_bytes, f"{source} allows {available} more"))
+        raise NoMemoryError(_too_little(owner, num_bytes, f"{source} allows {available} more"))
     if hasattr(os, "memfd_create"):
         descriptor, place = os.memfd_create("hardpoint", os.MFD_CLOEXEC), "memory"
     else:
@@ -120,12 +120,12 @@ def allocate(num_bytes: int, what: str) -> int:
         os.close(descriptor)
         limits = {errno.ENOSPC: f"{place} is full", errno.EFBIG: "RLIMIT_FSIZE, ulimit -f"}
         limit = limits.get(cause.errno or 0, f"{place}: {cause.strerror}")
-        raise NoMemoryError(_too_little(what, num_bytes, limit)) from cause
+        raise NoMemoryError(_too_little(owner, num_bytes, limit)) from cause
     return descriptor
 
 
-def _too_little(what: str, num_bytes: int, limit: str) -> str:
-    return f"{what} needs {num_bytes} bytes of shared memory, which cannot be had: {limit}"
+def _too_little(owner: str, num_bytes: int, limit: str) -> str:
+    return f"{owner} needs {num_bytes} bytes of shared memory, which cannot be had: {limit}"
 
 
 def _available() -> Iterator[tuple[float, str]]:
@@ -233,14 +233,14 @@ class RegionSession:
                     self._raise(status)
 
     def abort(self, reason: str) -> None:
-        """Let all calls fail, those of the other members too; the first reason is theirs."""
+        """Fail all calls, of the other members too; the first reason is the one they report."""
         data = reason.encode()[:_REASON_BYTES]
         with self._closing:
             if self._region is not None:
                 self._abort(self._region.address, data, len(data))
 
     def close(self) -> None:
-        """Leave; calls of this member end, and those of others that wait for it."""
+        """Leave; end calls of this member, and of members that wait for it."""
         if not self._in_call.acquire(blocking=False):
             self.abort(f"{self._me} was closed during a call")
             self._in_call.acquire()
@@ -280,7 +280,7 @@ class RegionSession:
 
 
 class BroadcastRing:
-    """Messages from one writer to several readers, each of which reads all of them in order.
+    """Messages from one writer to several readers; each reads all of them in order.
 
     A message larger than the ring streams through it. Nothing is read or written after an abort, or
     once a process at either end has ended.

@@ -82,8 +82,8 @@ class CompiledSuffixTree:
 
     def append(self, sequence: int, tokens: Sequence[int]) -> None:
         """Append tokens to a sequence."""
-        given = array("i", tokens)
-        if self._append(self._tree, sequence, given.buffer_info()[0], len(given)) < 0:
+        values = array("i", tokens)
+        if self._append(self._tree, sequence, values.buffer_info()[0], len(values)) < 0:
             _no_memory()
 
     def remove_oldest(self) -> None:
@@ -93,10 +93,10 @@ class CompiledSuffixTree:
 
     def draft(self, pattern: Sequence[int], extent: Extent) -> tuple[list[int], float]:
         """Return the tokens that followed the last ones of a pattern most often, and a score."""
-        given, drafts = array("i", pattern), (ctypes.c_int32 * extent.limit)()
+        values, drafts = array("i", pattern), (ctypes.c_int32 * extent.limit)()
         score = ctypes.c_double()
         count = self._draft(
-            *(self._tree, given.buffer_info()[0], len(given)),
+            *(self._tree, values.buffer_info()[0], len(values)),
             *(extent.limit, extent.factor, extent.offset, extent.probability),
             *(ctypes.addressof(drafts), ctypes.addressof(score)),
         )

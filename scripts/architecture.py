@@ -96,7 +96,7 @@ def box_of(module: str) -> str | None:
 
 
 def arrows() -> set[tuple[str, str]]:
-    """Return the pairs of boxes of which the first imports the second."""
+    """Return the pairs of boxes with imports from the first to the second."""
     graph = grimp.build_graph("hardpoint", cache_dir=None)
     pairs = {
         (box_of(module), box_of(imported))

@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def run(*command: str | Path, **options: object) -> str:
-    """Run a command and return what it printed; show it if the command fails."""
+    """Run a command and return its output; show it if the command fails."""
     print("==", *command, file=sys.stderr)
     done = subprocess.run(
         [sys.executable, "-m", *map(str, command)]

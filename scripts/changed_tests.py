@@ -159,13 +159,13 @@ def reaching(modules: set[str]) -> set[str]:
 @cache
 def files() -> dict[str, Path]:
     """Return the files of the package's and the tests' modules by their dotted names."""
-    found = {}
+    paths_by_module = {}
     for root in (ROOT / "src", TESTS):
         for folder, _, names in os.walk(root, followlinks=True):
             for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
                 module = ".".join(path.relative_to(root).with_suffix("").parts)
-                found[module.removesuffix(".__init__")] = path.resolve()
-    return found
+                paths_by_module[module.removesuffix(".__init__")] = path.resolve()
+    return paths_by_module
 
 
 @cache
@@ -206,14 +206,14 @@ def naming(path: str) -> set[str]:
 @cache
 def used_modules(module: str) -> frozenset[str]:
     """Return a test's module, its helpers, and the modules that they reach by REACH imports."""
-    found = helpers(module)
-    level = found
+    modules = helpers(module)
+    level = modules
     for number in range(REACH):
-        level = {used for name in level - {*ASSEMBLIES} for used in imported(name)} - found
+        level = {used for name in level - {*ASSEMBLIES} for used in imported(name)} - modules
         if number == 0:
-            level |= named_plugins(found)
-        found = found | level
-    return frozenset(found)
+            level |= named_plugins(modules)
+        modules = modules | level
+    return frozenset(modules)
 
 
 def helpers(module: str) -> set[str]:
@@ -221,13 +221,13 @@ def helpers(module: str) -> set[str]:
     folders = [folder for folder in files()[module].parents if folder.is_relative_to(TESTS)]
     fixtures = [str((folder / "conftest.py").relative_to(ROOT)) for folder in folders]
     pending = [module, *(paths()[path] for path in fixtures if path in paths())]
-    found: set[str] = set()
+    modules: set[str] = set()
     while pending:
         name = pending.pop()
-        if name not in found and name != "conftest" and not name.startswith("hardpoint"):
-            found.add(name)
+        if name not in modules and name != "conftest" and not name.startswith("hardpoint"):
+            modules.add(name)
             pending += imported(name)
-    return found
+    return modules
 
 
 def named_plugins(tests: set[str]) -> set[str]:
@@ -270,15 +270,15 @@ def imported(module: str) -> frozenset[str]:
 def imports(module: str) -> list[tuple[str, str]]:
     """Return module and name of each `from MODULE import NAME`; no name for `import MODULE`."""
     package = module if files()[module].name == "__init__.py" else module.rpartition(".")[0]
-    found = []
+    pairs = []
     for node in statements(tree(module)):
         if isinstance(node, ast.Import):
-            found += [(alias.name, "") for alias in node.names]
+            pairs += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) - node.level + 1]
             source = ".".join([*(base if node.level else []), *filter(None, [node.module])])
-            found += [(source, alias.name) for alias in node.names]
-    return [(source, name) for source, name in found if source in files()]
+            pairs += [(source, alias.name) for alias in node.names]
+    return [(source, name) for source, name in pairs if source in files()]
 
 
 @cache

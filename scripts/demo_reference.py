@@ -1,4 +1,4 @@
-"""Write what transformers computes with the demo model, for tests to compare with.
+"""Write the results of transformers with the demo model, for tests to compare with.
 
 scripts/demo-reference           writes tests/support/demo_reference.json
 scripts/demo-reference --check   computes it and compares it with the file; exits 1 if they differ
@@ -68,7 +68,7 @@ def main() -> int:
         return 0
     known = json.loads(FILE.read_text())
     if different := differences(by_token(known), by_token(computed), "", 1e-3):
-        print(f"{FILE} is not what transformers computes:", *different[:10], sep="\n  ")
+        print(f"{FILE} differs from transformers:", *different[:10], sep="\n  ")
         return 1
     return 0
 
@@ -108,8 +108,8 @@ def compute() -> dict[str, Any]:
 
 
 def searched(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return what beam search finds, the best output first."""
-    found = []
+    """Return the results of beam search, the best output first."""
+    answers = []
     shapes = (*SHAPES[::2], "Answer with one word: {}.\n")
     for index, (beams, new, penalty, early) in enumerate(BEAMS):
         for subject in BEAM_SUBJECTS:
@@ -133,14 +133,14 @@ def searched(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
                 without_padding(tokens, tokenizer.eos_token_id)
                 for tokens in result.sequences[:, ids.shape[1] :].tolist()
             ]
-            asked = {"num_beams": beams, "max_tokens": new, "length_penalty": penalty}
+            settings = {"num_beams": beams, "max_tokens": new, "length_penalty": penalty}
             answer = {"tokens": outputs, "scores": rounded(result.sequences_scores)}
-            found.append({"prompt": prompt, **asked, "early_stopping": early, **answer})
-    return found
+            answers.append({"prompt": prompt, **settings, "early_stopping": early, **answer})
+    return answers
 
 
 def without_padding(tokens: list[int], end: int) -> list[int]:
-    """Return the tokens up to the first one that ends the text."""
+    """Return the tokens up to the first end token."""
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 

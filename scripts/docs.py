@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ CONFIG = "zensical.toml"
 REFERENCE = ROOT / "docs" / "reference"
 LINK = re.compile(r"(!?)\[([^\]\n]*(?:\n[^\]\n]+)?)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^\s*(```|~~~).*?^\s*\1[^\n]*$", re.DOTALL | re.MULTILINE)
+REFERENCE_NAME = re.compile(r"(?<!\[)`docs/(reference/[\w-]+\.md)(#[\w-]+)?`")
+"""A page of the reference: a clone does not have it, so that pages name it without a link."""
 EXTERNAL = re.compile(r"[a-z]+:|#")
 
 REDIRECT = """<!doctype html>
@@ -92,7 +94,8 @@ def prepare(config: dict[str, Any], source_url: str) -> list[str]:
         content = source.read_bytes()
         if source.suffix == ".md":
             text, bad = with_site_links(source, content.decode(), source_url)
-            problems += bad
+            text, missing = with_reference_links(source, text)
+            problems += bad + missing
             content = text.encode()
         if not path.exists() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +165,7 @@ def page_name(source: Path) -> str:
 
 
 def with_site_links(source: Path, text: str, source_url: str) -> tuple[str, list[str]]:
-    """Return a page whose links lead to pages of the site or to source files, and its bad links."""
+    """Return a page with links to pages of the site or to source files, and its bad links."""
     problems = []
 
     def replaced(match: re.Match[str]) -> str:
@@ -187,12 +190,32 @@ def with_site_links(source: Path, text: str, source_url: str) -> tuple[str, list
             return f"[{label}]({source_url.rstrip('/')}/{name}{'#' + anchor if anchor else ''})"
         return label if label.strip("`") in name else f"{label} (`{name}`)"
 
+    return outside_code(text, lambda prose: LINK.sub(replaced, prose)), problems
+
+
+def with_reference_links(source: Path, text: str) -> tuple[str, list[str]]:
+    """Return a page with links to the pages of the reference that it names, and missing ones."""
+    problems = []
+
+    def replaced(match: re.Match[str]) -> str:
+        page, anchor = match[1], match[2] or ""
+        if not (ROOT / "docs" / page).exists():
+            problems.append(f"{source.relative_to(ROOT)}: no such page: docs/{page}")
+            return match[0]
+        relative = os.path.relpath(page, os.path.dirname(page_name(source)) or ".")
+        return f"[`{page}{anchor}`]({relative}{anchor})"
+
+    return outside_code(text, lambda prose: REFERENCE_NAME.sub(replaced, prose)), problems
+
+
+def outside_code(text: str, change: Callable[[str], str]) -> str:
+    """Return a page with changed text around its blocks of code."""
     parts = []
     end = 0
     for match in CODE.finditer(text):
-        parts += [LINK.sub(replaced, text[end : match.start()]), match[0]]
+        parts += [change(text[end : match.start()]), match[0]]
         end = match.end()
-    return "".join([*parts, LINK.sub(replaced, text[end:])]), problems
+    return "".join([*parts, change(text[end:])])
 
 
 def entries(nav: list[Any], section: str = "") -> Iterator[tuple[str, str, str]]:

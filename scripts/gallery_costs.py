@@ -1,4 +1,4 @@
-"""Write docs/gallery-costs.json: what plugins of this repository cost on this machine.
+"""Write docs/gallery-costs.json: the cost of this repository's plugins on this machine.
 
 scripts/gallery-costs               all of them, in some minutes; run it on a quiet machine
 scripts/gallery-costs KIND/NAME...  some; the others keep their figures
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint.testing.checking.enabling import RUN_KINDS
+from hardpoint.toolkit.processor import processor_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "gallery-costs.json"
@@ -90,7 +91,7 @@ def checked(name: str, folder: str) -> dict[str, Any]:
 
 
 def rounded(record: dict[str, Any]) -> dict[str, str]:
-    """Return what to write of a record; nothing where nothing was measured."""
+    """Return the text for a record; nothing if nothing was measured."""
     if (metered := record.get("metered")) is not None:
         return {"row": about(metered["us_per_row"]), "step": about(metered["us_per_step"])}
     without = record.get("us_per_step_without")
@@ -114,11 +115,7 @@ def about(value: float, *, up: bool = False) -> str:
 
 def machine() -> str:
     """Return the class of this machine: its processor, and how many of it."""
-    name = platform.machine()
-    if (info := Path("/proc/cpuinfo")).exists():
-        lines = info.read_text(encoding="utf-8").splitlines()
-        named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        name = next(named, name)
+    name = processor_facts().get("model name", platform.machine())
     return f"{name}, {len(os.sched_getaffinity(0))} processors"
 
 

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     parts, seconds = _run_parts(chosen, options)
     _write(options.out, about, parts, seconds)
-    checks = [check for found in parts.values() for check in found]
+    checks = [check for part_checks in parts.values() for check in part_checks]
     return int(counts(checks)["failed"] > 0)
 
 
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         "--minutes",
         type=float,
         default=None,
-        help=f"after which parts are ended; default: {MINUTES:.0f}, and those of named parts",
+        help=f"after which parts are ended; default: {MINUTES:.0f}, and the minutes of named parts",
     )
     parser.add_argument("--dry-run", action="store_true", help="run on the CPU, with fakes")
     parser.add_argument("--run-part", choices=names, help=argparse.SUPPRESS)
@@ -107,14 +107,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def default_minutes(chosen: Sequence[str]) -> float:
-    """Return the minutes of the chosen parts; without a choice, those of the default parts."""
+    """Return the minutes of the chosen parts; without a choice, of the default parts."""
     named = [NAMED_PARTS[part] for part in chosen if part in NAMED_PARTS]
     has_default_part = not chosen or len(named) < len(chosen)
     return MINUTES * has_default_part + (sum(named) + _WRITING_S * bool(named)) / 60
 
 
 def _about(*, is_dry: bool) -> dict[str, Any]:
-    """Return what runs where; without a GPU, end unless it is a dry run."""
+    """Return the machine and the versions; without a GPU, end unless it is a dry run."""
     import torch  # noqa: PLC0415 - not for --help
     from gpu_checks.device import open_device  # noqa: PLC0415
     from gpu_checks.environment import package_version  # noqa: PLC0415
@@ -215,7 +215,7 @@ class _Part:
         return check
 
     def _follow(self, process: subprocess.Popen[bytes], file: Path) -> tuple[Lines, bool]:
-        """Wait for the process; return what it wrote, and whether it took too long."""
+        """Wait for the process; return its lines, and whether it took too long."""
         lines, num_read, running = Lines(), 0, list[str]()
         while True:
             has_ended = process.poll() is not None
@@ -238,7 +238,7 @@ class _Part:
         print(f"[{elapsed:6.1f} s] {self._part}: {text}", file=sys.stderr, flush=True)
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        """End the process and those that it has started."""
+        """End the process and its children."""
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -281,13 +281,13 @@ def _write(
     folder: Path, about: dict[str, Any], parts: dict[str, list[Check]], seconds: dict[str, float]
 ) -> None:
     """Write the JSON and the page, and print the page."""
-    checks = [check for found in parts.values() for check in found]
+    checks = [check for part_checks in parts.values() for check in part_checks]
     result = {
         **about,
         "summary": counts(checks),
         "parts": {
-            part: {"seconds": seconds.get(part), "checks": [asdict(check) for check in found]}
-            for part, found in parts.items()
+            part: {"seconds": seconds.get(part), "checks": [asdict(check) for check in part_checks]}
+            for part, part_checks in parts.items()
         },
     }
     (folder / "gpu-check.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Write kernels/triton/compiled.md: what the Triton kernels take on GPUs; no GPU is needed.
+"""Write kernels/triton/compiled.md: resources of the Triton kernels on GPUs; no GPU is needed.
 
 scripts/kernel-table             compiles all kernels, writes the page
 scripts/kernel-table --check     writes nothing; exits 1 and names the kernels that differ from it
@@ -70,7 +70,7 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """What a compiled kernel takes.
+    """Resources of a compiled kernel.
 
     Attributes:
         registers: of each thread.
@@ -115,8 +115,10 @@ def main() -> int:
     """Compile kernels, write or check the page; return the exit code."""
     parser = argparse.ArgumentParser(description="Compile the kernels for GPUs; write the table.")
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true", help="only say whether the page is stale")
-    action.add_argument("--only", metavar="NAME", default="", help="those with it in their names")
+    action.add_argument(
+        "--check", action="store_true", help="only report whether the page is stale"
+    )
+    action.add_argument("--only", metavar="NAME", default="", help="kernels with it in their names")
     parser.add_argument("--package", default="hardpoint.kernels.triton", help="of the kernels")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the page is")
     options = parser.parse_args()
@@ -147,8 +149,8 @@ def read_variants(package: str, only: str = "") -> dict[str, list[Variant]]:
         names = [variant.name for variant in variants]
         if twice := {variant for variant in names if names.count(variant) > 1}:
             raise SystemExit(f"{package}.{name}: variants that have the same name: {sorted(twice)}")
-        if found := [v for v in variants if only in name or only in v.name]:
-            tables[name] = found
+        if matches := [v for v in variants if only in name or only in v.name]:
+            tables[name] = matches
     return tables
 
 
@@ -187,7 +189,7 @@ def _start_worker(folder: str, tables: Mapping[str, Sequence[Variant]]) -> None:
 
 
 def _compile(task: tuple[str, int, Target]) -> tuple[Figures | None, str]:
-    """Return what a variant takes on a target, or why it cannot be compiled."""
+    """Return the resources of a variant on a target, or why it cannot be compiled."""
     module, index, target = task
     variant = _tables[module][index]
     try:
@@ -228,14 +230,14 @@ def _read_cubin(compiled: Any) -> tuple[int, int]:
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = said.split(f"Function {compiled.metadata.name}:")[1].splitlines()[1]
-    found = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", usage)}
-    return found["REG"], found["STACK"] + found["LOCAL"]
+    numbers = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", usage)}
+    return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
 
 
 def _read_amdgcn(compiled: Any) -> tuple[int, int]:
     """Return the registers of a thread, and the bytes that it spills."""
-    found = dict(re.findall(r"^\s*[.](\w+):\s+(\d+)$", compiled.asm["amdgcn"], re.MULTILINE))
-    return int(found["vgpr_count"]), int(found["private_segment_fixed_size"])
+    numbers = dict(re.findall(r"^\s*[.](\w+):\s+(\d+)$", compiled.asm["amdgcn"], re.MULTILINE))
+    return int(numbers["vgpr_count"]), int(numbers["private_segment_fixed_size"])
 
 
 def page(results: Sequence[Result]) -> str:
@@ -245,8 +247,8 @@ def page(results: Sequence[Result]) -> str:
         "",
         NOTE,
         "",
-        "What the Triton kernels of `kernels/triton` take on GPUs, compiled ahead of time, without",
-        f"a GPU, for shapes that common models have, with triton {triton.__version__}.",
+        "Resources of the Triton kernels of `kernels/triton` on GPUs, compiled ahead of time,",
+        f"without a GPU, for shapes that common models have, with triton {triton.__version__}.",
         "A kernel that breaks a limit, or a figure that is not the one below, fails",
         "`scripts/kernel-table --check`, which `scripts/test --all` runs; nothing here is a speed.",
         "",
@@ -258,7 +260,7 @@ def page(results: Sequence[Result]) -> str:
         lines.append(f"| {target.name} | {target.gpus} | {limits} |")
     lines += [
         "",
-        "Below are registers of a thread, bytes of memory that a thread takes for what has no",
+        "Below are registers of a thread, bytes of memory that a thread takes for values without",
         "register, and KiB of shared memory of a program; a warp has 32 threads on sm_80 and",
         "sm_90, and 64 on gfx942.",
         "",
@@ -270,7 +272,9 @@ def page(results: Sequence[Result]) -> str:
 
 def _module_lines(module: str, results: Sequence[Result]) -> list[str]:
     """Return the section of a module."""
-    titles = [f"{t.name} {what}" for t in TARGETS for what in ("registers", "spilled", "shared")]
+    titles = [
+        f"{t.name} {figure}" for t in TARGETS for figure in ("registers", "spilled", "shared")
+    ]
     titles = ["kernel", "warps", "stages", *titles]
     lines = [f"## {module}", "", "| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for at in range(0, len(results), len(TARGETS)):
@@ -278,8 +282,8 @@ def _module_lines(module: str, results: Sequence[Result]) -> list[str]:
         variant = row[0].variant
         cells = [variant.name.replace("|", "\\|"), str(variant.num_warps), str(variant.num_stages)]
         for result in row:
-            found = result.figures
-            cells += [""] * 3 if found is None else _cells(found)
+            figures = result.figures
+            cells += [""] * 3 if figures is None else _cells(figures)
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""]
 
@@ -290,7 +294,7 @@ def _cells(figures: Figures) -> list[str]:
 
 
 def stale(path: Path, text: str) -> Iterator[str]:
-    """Yield what differs between a page and what it should be."""
+    """Yield the differences between a page and its expected text."""
     written = path.read_text(encoding="utf-8") if path.exists() else ""
     if written == text:
         return

@@ -67,7 +67,7 @@ VERBS = frozenset(
     Require Rerun Reserve Reset Resolve Respect Restart Restore Restrict Resume Retain Rethrow
     Retry Return Reuse Revert Review Revise Reword Rework Rewrite Route Run Sample Sanitize
     Save Scale Schedule Scope Search Select Send Separate Serialize Serve Set Shard Share Ship
-    Shorten Show Shrink Shuffle Silence Simplify Simulate Skip Sort Specialize Specify Speed
+    Shorten Show Shrink Shuffle Silence Simplify Simulate Skip Sort Specialize Specify Speed Spell
     Split Stabilize Stage Standardize Start State Stop Store Stream Strengthen Strip Structure
     Submit Subscribe Substitute Suggest Support Suppress Suspend Swap Switch Synchronize Tag
     Take Teach Test Throttle Tidy Tighten Time Toggle Tokenize Trace Track Train Translate
@@ -173,7 +173,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def settings(root: Path) -> dict[str, Any]:
-    """Return the table of the limits, and of the commits whose subject is not checked."""
+    """Return the table of the limits, and of the commits with an unchecked subject."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     table: dict[str, Any] = tomllib.loads(text)["tool"]["hardpoint"]["language"]
     return table
@@ -186,7 +186,7 @@ def report(values: dict[str, float], limits: Mapping[str, float]) -> list[str]:
     for name, (title, goal) in FIGURES.items():
         print(f"{title:{width}} {goal:>7} {limits[name]:>7} {values[name]:>7}")
     return [
-        f"{name}: expected at most {limits[name]}, got {values[name]}; reword what you added"
+        f"{name}: expected at most {limits[name]}, got {values[name]}; reword your additions"
         for name in FIGURES
         if values[name] > limits[name]
     ]

@@ -21,8 +21,8 @@ def main() -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     budget = project["tool"]["hardpoint"]["private-access-in-tests"]
     command = ["ruff", "check", "--select", "SLF001", "--exit-zero", "--output-format", "json"]
-    found = subprocess.run([*command, "tests"], cwd=ROOT, check=True, capture_output=True)
-    files = collections.Counter(each["filename"] for each in json.loads(found.stdout))
+    result = subprocess.run([*command, "tests"], cwd=ROOT, check=True, capture_output=True)
+    files = collections.Counter(each["filename"] for each in json.loads(result.stdout))
     count = files.total()
     if count < budget:
         print(f"{count} private accesses in tests; lower the budget of {budget} to that")

@@ -1,10 +1,10 @@
 """Generate the reference pages from the code.
 
-scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md and gallery.md
-                            into docs/reference/, which git ignores, and the rules of the suites
-                            into docs/conformance-kit*.md
-scripts/reference --check   writes nothing; exits 1 and names what has no description, links without
-                            a target, and stale rules in docs/conformance-kit*.md
+scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md, gallery.md,
+                            conformance.md, builtins.md, parsers.md and model-families.md into
+                            docs/reference/, which git ignores
+scripts/reference --check   writes nothing; exits 1 and names what has no description, and links
+                            without a target
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ import textwrap
 import tomllib
 import typing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
 import msgspec
+from reference_builtins import builtins_page, parsers_page
+from reference_families import families_page
 
 from hardpoint import plugins, testing
 from hardpoint.builtin_plugins.server.assembly import core_routes
@@ -45,7 +47,10 @@ from hardpoint.plugins.component.behaviour import declared_of
 from hardpoint.plugins.sampling.phases import Phase
 from hardpoint.plugins.server.hook_specs import HookSpecs
 from hardpoint.plugins.text.arguments import ComponentWithArguments
-from hardpoint.testing.suite import Rule
+from hardpoint.testing.component_suite import ComponentSuite, LiveComponentSuite
+from hardpoint.testing.general.suite import GeneralSuite
+from hardpoint.testing.suite import ConformanceSuite, Rule
+from hardpoint.testing.timing.timed_suite import TimedSuite
 from hardpoint.typed import join_path
 from hardpoint.typed.describing import (
     FieldDoc,
@@ -124,15 +129,18 @@ Every route of `hardpoint serve`, and every field of its requests: what it means
 is ignored, or refused by name. A field that is null is one that is left out. Any other
 field is an error that names the nearest known one, unless `server.unknown_fields` is
 "warn". [The guide](../serving.md) has examples."""
+SUITES_TEXT = """\
+Every suite of the [conformance kit](../conformance-kit.md): the attributes and methods that a
+test class sets or overrides, and its tests with the rule that each of them checks."""
 
 TABLES_DESCRIBED = ("config.md", "gallery.md")
 """Pages whose table rows all have a description."""
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^):]+))?\)")
-END_OF_RULES = "<!-- end of rules -->"
-RULES = re.compile(
-    rf"(?P<begin><!-- rules of (?P<where>[\w.]+), written by .*? -->).*?{END_OF_RULES}", re.DOTALL
-)
-"""Marks in a guide of the kit, between which the tests of a suite are, or the rules of a module."""
+SCHEDULER_RULES = "hardpoint.testing.scheduling.rules"
+"""Rules that every test of `SchedulerSuite` checks."""
+SHARED_SUITES = (ConformanceSuite, ComponentSuite, GeneralSuite, TimedSuite, LiveComponentSuite)
+"""Base classes of suites, which are described once."""
+INTERNAL_ATTRIBUTES = ("kind", "options_from")
 
 
 def main() -> int:
@@ -148,25 +156,20 @@ def main() -> int:
         folder / "hooks.md": hooks_page(),
         folder / "config.md": config_page(),
         folder / "server.md": server_page(),
+        folder / "conformance.md": suites_page(),
         folder / "gallery.md": gallery_page(),
-    }
-    guides = {
-        path: with_rules(path.read_text(encoding="utf-8"))
-        for path in sorted(folder.parent.glob("conformance-kit*.md"))
+        folder / "builtins.md": builtins_page(NOTE),
+        folder / "parsers.md": parsers_page(NOTE),
+        folder / "model-families.md": families_page(NOTE),
     }
     if options.check:
         problems = [problem for path, text in pages.items() for problem in undescribed(path, text)]
         problems += lost_links({path.name: text for path, text in pages.items()})
-        problems += [
-            f"{path} is stale; run scripts/reference"
-            for path, text in guides.items()
-            if _read(path) != text
-        ]
         for problem in problems:
             print(problem, file=sys.stderr)
         return 1 if problems else 0
     folder.mkdir(parents=True, exist_ok=True)
-    for path, text in (pages | guides).items():
+    for path, text in pages.items():
         if _read(path) != text:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")
@@ -207,43 +210,110 @@ def _anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def with_rules(guide: str) -> str:
-    """Return a guide with the tests of a suite, or rules of a module, between their marks."""
+def suites_page() -> str:
+    """Return the page of the conformance suites."""
+    kinds: dict[str, list[str]] = {}
+    for kind in KINDS.values():
+        if kind.suite:
+            kinds.setdefault(kind.suite, []).append(f"[`{kind.name}`](kinds.md#{kind.name})")
+    names = [name for name in testing.__all__ if name.endswith("Suite")]
+    lines = [*_title("Conformance suites"), SUITES_TEXT, "", "| suite | kinds |", "|---|---|"]
+    lines += [_row(f"[`{n}`](#{n.lower()})", ", ".join(kinds.get(n, []))) for n in names]
+    lines.append("")
+    for suite in (*SHARED_SUITES, *(getattr(testing, name) for name in names)):
+        own = [
+            cls
+            for cls in suite.__mro__
+            if issubclass(cls, ConformanceSuite) and (cls is suite or cls not in SHARED_SUITES)
+        ]
+        shared = [cls for cls in SHARED_SUITES if cls in suite.__mro__ and cls is not suite]
+        links = ", ".join(f"[`{cls.__name__}`](#{cls.__name__.lower()})" for cls in shared)
+        lines += [f"## {suite.__name__}", "", *_prose(suite), ""]
+        lines += [f"It also has the attributes and tests of {links}.", ""] if shared else []
+        lines += [*_attributes(own), "", *_overridable(own), "", *_tests(own, shared), ""]
+        if suite.__name__ == "SchedulerSuite":
+            lines += [*_rules(SCHEDULER_RULES), ""]
+    return _page(lines)
 
-    def table(found: re.Match[str]) -> str:
-        where = found["where"]
-        rows = _tests(where) if hasattr(testing, where) else _rules(where)
-        return "\n".join([found["begin"], "", *rows, "", END_OF_RULES])
 
-    return RULES.sub(table, guide)
+def _attributes(classes: list[type]) -> list[str]:
+    """Return the table of the attributes that the docstrings of suites describe."""
+    rows: dict[str, str] = {}
+    defaults: dict[str, object] = {}
+    for base in reversed(classes[0].__mro__):
+        defaults |= vars(base)
+    for cls in classes:
+        section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        for entry in filter(None, re.split(r"\n(?=    \S)", section)):
+            names, _, text = entry.strip().partition(": ")
+            rows.setdefault(names, " ".join(text.split()))
+    lines = [_row("attribute", "default", ""), "|---|---|---|"]
+    for names, text in rows.items():
+        if names not in INTERNAL_ATTRIBUTES:
+            values = [_default(defaults, name) for name in names.split(", ")]
+            shown = ", ".join(f"`{name}`" for name in names.split(", "))
+            lines.append(_row(shown, ", ".join(values), text))
+    return lines if rows else []
 
 
-def _tests(suite_name: str) -> Iterator[str]:
-    """Yield the table of the tests that a suite has and the suite above it has not."""
-    suite = getattr(testing, suite_name)
-    above = [base for base in suite.__bases__ if base.__name__ in testing.__all__]
-    yield from (_row("test", "rule"), "|---|---|")
-    for name in dict.fromkeys(name for cls in reversed(suite.__mro__) for name in vars(cls)):
-        if name.startswith("test_") and not any(hasattr(base, name) for base in above):
-            yield _row(f"`{name}`", " ".join(getattr(suite, name).__doc__.split()))
+def _default(defaults: dict[str, object], name: str) -> str:
+    """Return the default of an attribute, shortened to its type if it is long."""
+    if name not in defaults:
+        return "required"
+    text = repr(defaults[name])
+    is_plain = len(text) <= 30 and "<" not in text
+    return f"`{text}`" if is_plain else "several"
+
+
+def _overridable(classes: list[type]) -> list[str]:
+    """Return the table of the methods that a test class may override."""
+    methods = {
+        name: getattr(classes[0], name)
+        for cls in classes
+        for name, value in vars(cls).items()
+        if inspect.isfunction(value) and not name.startswith(("_", "test_"))
+    }
+    lines = [_row("method", ""), "|---|---|"]
+    for name, method in methods.items():
+        parameters = ", ".join([*inspect.signature(method).parameters][1:])
+        lines.append(_row(f"`{name}({parameters})`", _first_sentence(inspect.getdoc(method))))
+    return lines if methods else []
+
+
+def _tests(classes: Sequence[type], shared: Sequence[type]) -> list[str]:
+    """Return the table of the tests of suites, without those that shared suites describe alike."""
+    tests = {
+        name: " ".join(getattr(classes[0], name).__doc__.split())
+        for cls in reversed(classes)
+        for name in vars(cls)
+        if name.startswith("test_")
+    }
+    described = {
+        " ".join(value.__doc__.split())
+        for cls in shared
+        for name, value in vars(cls).items()
+        if name.startswith("test_")
+    }
+    rows = [_row(f"`{name}`", text) for name, text in tests.items() if text not in described]
+    return [_row("test", "rule"), "|---|---|", *rows] if rows else []
 
 
 def _rules(module: str) -> Iterator[str]:
     """Yield the table of the rules of a module: the name of each, its text, and how to keep it."""
-    yield from (_row("rule", "what always holds", "to keep it"), "|---|---|---|")
+    yield from (_row("rule", "requirement", "fix"), "|---|---|---|")
     for value in vars(importlib.import_module(module)).values():
         if isinstance(value, Rule):
             yield _row(*value.text.split(": ", 1), value.fix)
 
 
 def gallery_page() -> str:
-    """Return the page of all plugins in this repository: built-in ones, and those of examples."""
+    """Return the page of all plugins in this repository: built-in ones and examples."""
     measured = json.loads(COSTS.read_text(encoding="utf-8"))
     lines = [
         *_title("Gallery"),
         GALLERY_TEXT.format(machine=measured["machine"]),
     ]
-    found: dict[str, list[tuple[str, ...]]] = {}
+    rows_by_kind: dict[str, list[tuple[str, ...]]] = {}
     proofs = _proofs()
     for file in (ROOT / "pyproject.toml", *sorted(ROOT.glob("examples/*/pyproject.toml"))):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -260,9 +330,9 @@ def gallery_page() -> str:
                 proof = proofs.get((KINDS[kind].suite, cls or module.rpartition(".")[2]))
                 shown = _link_of_test(proof or _test_of(module, file.parent))
                 row = (f"`{name}`", text, where, lines_of_code, *costs, shown)
-                found.setdefault(kind, []).append(row)
+                rows_by_kind.setdefault(kind, []).append(row)
     for kind in KINDS.values():
-        if rows := found.get(kind.name):
+        if rows := rows_by_kind.get(kind.name):
             lines += ["", f"## {kind.name}", "", f"{kind.summary} Proved by `{kind.suite}`.", ""]
             columns = ("name", "", "package", "lines", "µs per row", "µs per step", "proof")
             lines += [_row(*columns), "|---|---|---|---|---|---|---|"]
@@ -272,7 +342,7 @@ def gallery_page() -> str:
 
 def _proofs() -> dict[tuple[str, str], Path]:
     """Return the tests that run a suite for a plugin, by the names of suite and class or module."""
-    found: dict[tuple[str, str], Path] = {}
+    proofs: dict[tuple[str, str], Path] = {}
     files = (*sorted(ROOT.glob("tests/**/test_*.py")), *ROOT.glob("examples/*/tests/*.py"))
     for file in sorted(files, key=lambda file: "kit_catches" in file.stem):
         suites: dict[str, set[str]] = {}
@@ -281,11 +351,13 @@ def _proofs() -> dict[tuple[str, str], Path]:
                 bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
                 above = {name for base in bases for name in suites.get(base, {base})}
                 suites[node.name] = {name for name in above if name.endswith("Suite")}
-                values = [one.value for one in node.body if isinstance(one, ast.Assign)]
+                values = [
+                    statement.value for statement in node.body if isinstance(statement, ast.Assign)
+                ]
                 names = [ast.unparse(v).rpartition(".")[2] for v in values]
                 for suite in suites[node.name]:
-                    found |= {(suite, n): file for n in names if (suite, n) not in found}
-    return found
+                    proofs |= {(suite, n): file for n in names if (suite, n) not in proofs}
+    return proofs
 
 
 def _test_of(module: str, folder: Path) -> Path | None:
@@ -294,8 +366,8 @@ def _test_of(module: str, folder: Path) -> Path | None:
         return folder / "tests"
     for part in reversed(module.split(".")[2:]):
         for pattern in (f"test_{part}.py", f"test_{part}_*.py", part):
-            if found := sorted(ROOT.glob(f"tests/**/{pattern}")):
-                return found[0]
+            if paths := sorted(ROOT.glob(f"tests/**/{pattern}")):
+                return paths[0]
     return None
 
 
@@ -308,7 +380,7 @@ def _example(folder: Path) -> str:
 
 
 def _summary_of(target: str, folder: Path) -> tuple[str, str]:
-    """Return the first sentence of what a target is, and the lines of its class or module."""
+    """Return the first sentence about a target, and the lines of its class or module."""
     module, _, name = target.partition(":")
     if folder == ROOT:
         cls = importlib.import_module(module)
@@ -354,7 +426,8 @@ def kinds_page() -> str:
     taking = ", ".join(f"`{kind.name}`" for kind in KINDS.values() if kind.takes_arguments)
     lines += ["## Components with arguments", "", f"Of the kinds {taking}.", ""]
     lines += [*_prose(ComponentWithArguments), "", *_members(ComponentWithArguments)]
-    lines += ["## Wrappers", "", *_prose(Wrapper), "", "[The guide](../wrap-a-component.md).", ""]
+    guide = "[The guide](../components-and-hooks.md#wrap-a-component)."
+    lines += ["## Wrappers", "", *_prose(Wrapper), "", guide, ""]
     for kind in KINDS.values():
         lines += _kind_section(kind)
     return _page(lines)
@@ -401,17 +474,21 @@ def types_page() -> str:
             continue
         module = importlib.import_module(name)
         prefix = CONTRACT if name.startswith(CONTRACT) else name
-        own = [one for one in module.__all__ if _module_of(getattr(module, one)).startswith(prefix)]
+        own_types = [
+            type_name
+            for type_name in module.__all__
+            if _module_of(getattr(module, type_name)).startswith(prefix)
+        ]
         lines += [f"## {name}", "", *_prose(_documented_module(module)), ""]
-        for one in sorted((named - shown).intersection(own), key=own.index):
-            lines += _type_section(one, getattr(module, one))
+        for type_name in sorted((named - shown).intersection(own_types), key=own_types.index):
+            lines += _type_section(type_name, getattr(module, type_name))
     return _page(lines)
 
 
 def _exported(module: str) -> list[str]:
     """Return the public names that a module defines itself."""
-    found = importlib.import_module(module)
-    return [name for name in found.__all__ if _module_of(getattr(found, name)) == module]
+    imported = importlib.import_module(module)
+    return [name for name in imported.__all__ if _module_of(getattr(imported, name)) == module]
 
 
 def named_in_guides() -> set[str]:
@@ -426,7 +503,7 @@ def named_in_guides() -> set[str]:
 
 
 def _documented_module(module: ModuleType) -> ModuleType:
-    """Return the module that defines the names of one that only re-exports them; else itself.
+    """Return the module that defines the names, if a module only re-exports them; else itself.
 
     Of several, the one with the same last name, or with the most names.
     """
@@ -474,17 +551,17 @@ def passed_types(public: set[str]) -> list[type]:
             continue
         used.append(thing)
         waiting += _types_in_signatures(thing)
-    found = {
+    types_by_name = {
         thing.__name__: thing
         for thing in used
         if inspect.isclass(thing) and _is_ours(thing) and not thing.__name__.startswith("_")
         if thing.__name__ not in public and not issubclass(thing, Component)
     }
-    return [found[name] for name in sorted(found)]
+    return [types_by_name[name] for name in sorted(types_by_name)]
 
 
 def _types_in_signatures(thing: Any) -> list[Any]:
-    """Return what the signatures of a class or function name, or the parts of an alias."""
+    """Return the types in the signatures of a class or function, or the parts of an alias."""
     if not (inspect.isclass(thing) or inspect.isfunction(thing)):
         return _parts_of(thing)
     if not _is_ours(thing):
@@ -507,16 +584,20 @@ def _parts_of(alias: Any) -> list[Any]:
 
 @functools.cache
 def _namespace(module: str) -> dict[str, Any]:
-    """Return the names of a module, with those that only type checkers import."""
-    found = dict(vars(sys.modules[module]))
+    """Return the names of a module, and its imports for type checkers."""
+    names = dict(vars(sys.modules[module]))
     package = module if hasattr(sys.modules[module], "__path__") else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for each in (one for one in node.body if isinstance(one, ast.ImportFrom)):
+            for each in (
+                statement for statement in node.body if isinstance(statement, ast.ImportFrom)
+            ):
                 name = importlib.util.resolve_name("." * each.level + (each.module or ""), package)
                 source = importlib.import_module(name)
-                found |= {one.asname or one.name: getattr(source, one.name) for one in each.names}
-    return found
+                names |= {
+                    alias.asname or alias.name: getattr(source, alias.name) for alias in each.names
+                }
+    return names
 
 
 def _annotations(thing: Any) -> Iterator[str]:
@@ -533,7 +614,7 @@ def _is_ours(thing: Any) -> bool:
 
 
 def _type_section(name: str, thing: Any) -> list[str]:
-    """Return what a public name stands for."""
+    """Return the description of a public name."""
     lines = [f"### {name}", ""]
     kind = next((k for k in KINDS.values() if name in k.interface_names), None)
     if kind is not None:
@@ -671,11 +752,11 @@ def server_page() -> str:
         cells = (f"`{methods} {route.path}`", route.summary, *links, answer)
         lines.append("| " + " | ".join(cells) + " |")
     lines.append("")
-    asked = [route.request_type for route in routes if route.request_type is not None]
+    request_types = [route.request_type for route in routes if route.request_type is not None]
     shown: dict[type[msgspec.Struct], None] = {}
-    for struct in asked:
+    for struct in request_types:
         shown.update(dict.fromkeys(walk_structs(struct)))
-    for struct in sorted(shown, key=lambda struct: struct not in asked):
+    for struct in sorted(shown, key=lambda struct: struct not in request_types):
         lines += _request_section(struct)
     return _page(lines)
 
@@ -741,7 +822,8 @@ def _kind_section(kind: PluginKind) -> list[str]:
         f"{_lower(_member_doc(kind.stability))}",
     ]
     if kind.suite:
-        lines.append(f"- tested by: `hardpoint.testing.{kind.suite}`")
+        anchor = f"conformance.md#{kind.suite.lower()}"
+        lines.append(f"- tested by: [`hardpoint.testing.{kind.suite}`]({anchor})")
     lines.append("")
     if kind.interface is None:
         return [*lines, "The hooks themselves are [on their own page](hooks.md).", ""]
@@ -765,7 +847,7 @@ def _chosen_otherwise(kind: PluginKind) -> str:
 
 
 def _interface(cls: type[Component], title: str) -> list[str]:
-    """Return an interface with what it adds itself: attributes, arguments, context, methods."""
+    """Return an interface with its own additions: attributes, arguments, context, methods."""
     lines = [f"### {title}", "", *_prose(cls), ""]
     if docs := attribute_docs(cls) if cls.__doc__ and "Attributes:" in cls.__doc__ else {}:
         types = {n: a for base in cls.__mro__ for n, a in inspect.get_annotations(base).items()}
@@ -788,7 +870,7 @@ def _of_unlisted(cls: type) -> dict[str, Any]:
 
 
 def _members(cls: type, *, is_component: bool = True) -> list[str]:
-    """Return the methods that a class adds, those of a component to implement first."""
+    """Return the methods that a class adds, beginning with a component's required ones."""
     if cls in (EngineHalf, WorkerHalf):
         return ["The protocols of hooks describe the methods.", ""]
     lines: list[str] = []
@@ -810,7 +892,7 @@ def _members(cls: type, *, is_component: bool = True) -> list[str]:
 
 
 def _context(context: type) -> list[str]:
-    """Return what a component's constructor is given."""
+    """Return the arguments of a component's constructor."""
     docs = attribute_docs(context)
     annotations = {
         name: annotation
@@ -935,8 +1017,8 @@ def _title(title: str) -> list[str]:
 
 def _page(lines: list[str]) -> str:
     """Join lines; never more than one empty line, and one newline at the end."""
-    kept = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
-    return "\n".join(line.rstrip() for line in kept).rstrip() + "\n"
+    shown_lines = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
+    return "\n".join(line.rstrip() for line in shown_lines).rstrip() + "\n"
 
 
 def _lower(text: str) -> str:

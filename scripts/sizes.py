@@ -120,8 +120,8 @@ def lines(path: Path) -> int:
 @cache
 def long_files() -> dict[str, int]:
     """Return path and lines of each file over its limit."""
-    found = {path: lines(path) for folder in FILE_LINES for path in sources(folder)}
-    return {str(path.relative_to(ROOT)): n for path, n in found.items() if n > most_lines(path)}
+    num_lines = {path: lines(path) for folder in FILE_LINES for path in sources(folder)}
+    return {str(path.relative_to(ROOT)): n for path, n in num_lines.items() if n > most_lines(path)}
 
 
 def most_lines(path: Path) -> int:
@@ -169,21 +169,21 @@ def minutes() -> float | None:
 
 
 def walked() -> list[Row]:
-    """Return the rows of a prompt of one token: what it walks through."""
+    """Return the rows of a prompt of one token: the files and calls of its walk."""
     command = [sys.executable, str(ROOT / "benchmarks" / "walk.py"), "--json"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(done.stdout)
-    dearest = [f"{calls:4d} {name}" for name, calls in found["dearest"]]
+    walk = json.loads(done.stdout)
+    dearest = [f"{calls:4d} {name}" for name, calls in walk["dearest"]]
     files = "files of a prompt of one token outside model, attention, ops and kernels"
     calls = "calls of it there; the functions called most"
     return [
-        Row("walk-files", files, "55", found["outside_files"]),
-        Row("walk-calls", calls, "500", found["calls"], dearest),
+        Row("walk-files", files, "55", walk["outside_files"]),
+        Row("walk-calls", calls, "500", walk["calls"], dearest),
     ]
 
 
 def print_table(rows: list[Row], limits: dict[str, float]) -> None:
-    """Print the rows, and below each what it consists of."""
+    """Print the rows, and below each its parts."""
     width = max(len(row.title) for row in rows)
     print(f"{'':{width}} {'goal':>7} {'limit':>7} {'now':>7}")
     for row in rows:

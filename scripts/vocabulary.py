@@ -326,7 +326,7 @@ def words(text: str) -> set[str]:
 
 @cache
 def banned(name: str) -> str:
-    """Return what to write instead of a banned name; empty for any other."""
+    """Return the replacement of a banned name; empty for any other."""
     plain = name.strip("_")
     if plain in EXEMPT:
         return ""
@@ -339,7 +339,7 @@ def banned(name: str) -> str:
 
 @cache
 def spoken(name: str) -> str:
-    """Return what to write instead of a name that speaks; empty for any other."""
+    """Return the replacement of a name that speaks; empty for any other."""
     is_spoken = not STYLE_NAMES.isdisjoint(name.strip("_").split("_"))
     return "report, message, description" if is_spoken else ""
 

@@ -81,6 +81,24 @@ def test_links_lead_to_pages_of_the_site_or_to_source_files(docs, tree, text, ur
     assert (tree / "build/docs/guide.md").read_text() == expected
 
 
+def test_names_of_reference_pages_become_links(docs, tree):
+    (tree / "docs/reference").mkdir()
+    (tree / "docs/reference/kinds.md").write_text("# Kinds\n")
+    (tree / "docs/guide.md").write_text("See `docs/reference/kinds.md#ops`.\n")
+    (tree / "docs/builtins/README.md").write_text("`docs/reference/kinds.md`")
+    nav = [*CONFIG["nav"], {"Kinds": "reference/kinds.md"}]
+    assert docs.prepare({**CONFIG, "nav": nav}, "") == []
+    page = (tree / "build/docs/guide.md").read_text()
+    assert page == "See [`reference/kinds.md#ops`](reference/kinds.md#ops).\n"
+    page = (tree / "build/docs/builtins/README.md").read_text()
+    assert page == "[`reference/kinds.md`](../reference/kinds.md)"
+
+
+def test_the_name_of_a_missing_reference_page_is_a_problem(docs, tree):
+    (tree / "docs/guide.md").write_text("`docs/reference/kind.md`")
+    assert docs.prepare(CONFIG, "") == ["docs/guide.md: no such page: docs/reference/kind.md"]
+
+
 @pytest.mark.parametrize("link", ["[a](missing.md)", "[a](../examples/no)", "![a](missing.svg)"])
 def test_a_link_to_a_missing_file_is_a_problem(docs, tree, link):
     (tree / "docs/guide.md").write_text(link)

@@ -32,9 +32,10 @@ IN_EACH_RUN = ("acme_affinity", "acme_taps", "acme_watermark", "hardpoint_vllm")
 SHORT = (
     "not test_resources and not test_memory and not test_the_suite_names_what_is_wrong"
     " and not (V0Class or V0Callable or V1Invariant or V1WithState or V2History or class_of_main)"
+    " and not test_a_snippet_runs and not test_outputs_come_to_the_tasks"
 )
 """Selects the tests of the packages for the default run: one class of each generation of vLLM's
-interface, no check of memory, and no program of its own."""
+interface, no check of memory, no programs of vLLM's users, and no program of its own."""
 
 
 @pytest.mark.parametrize(

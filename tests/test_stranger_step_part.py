@@ -208,7 +208,7 @@ def test_what_costs_more_than_the_capacity_is_refused(complete, tmp_path):
     use = {"use": "broken:Broken", "name": "tenant_budget"}
     result = complete([["big1", "big"], ["free", None]], use=use, running={"big": 3})
     assert result["errors"].keys() == {"big1"}
-    assert "needs 9 of slots of big, of which there are 3" in result["errors"]["big1"]
+    assert "needs 9 of slots of big, expected at most 3" in result["errors"]["big1"]
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_a_figure_above_its_limit_is_a_problem(language, capsys):
     assert language.report(values, values) == []
     messages = language.report(values, {**values, "long-sentences": 4.9})
     assert messages == [
-        "long-sentences: expected at most 4.9, got 5.0; reword what you added",
+        "long-sentences: expected at most 4.9, got 5.0; reword your additions",
     ]
     assert "goal" in capsys.readouterr().out
 

@@ -63,7 +63,7 @@ class Folder(AdapterResolver):
             return None
         if not all(self._has(path) for path in (folder, *folder.iterdir())):
             raise RequestError(
-                f"model: expected an adapter whose files are in the server's folder of adapters, "
+                f"model: expected an adapter within the server's folder of adapters, "
                 f"got {name!r}, which has a link that leaves it"
             )
         return folder

@@ -17,7 +17,7 @@ _WORK = 13  # index of the work in a plan
 _HUGE_PAGE = 1 << 21
 _SHIFT = 5 << 16  # bytes; its multiples are spread over a huge page
 
-# What a cache stores, as the kernels number it, by `kv_cache.dtype`.
+# Contents of a cache, as the kernels number them, by `kv_cache.dtype`.
 _STORED = {"auto": 0, "int8": 1, "fp8": 2}
 
 _Key = tuple[int | None, int, int]
@@ -40,12 +40,12 @@ class NativePlan:
     def for_layer(self, spec: KVSpec) -> tuple[int, bool]:
         """Return the address of a layer's plan, and whether its work takes long."""
         key = _key(spec)
-        found = self._plans.get(key)
-        if found is None:
+        entry = self._plans.get(key)
+        if entry is None:
             plan = self._make(spec)
             is_long = int(plan[_WORK]) * spec.head_size > 64 * _LONG_WORK
-            found = self._plans[key] = (plan, plan.ctypes.data, is_long)
-        return found[1:]
+            entry = self._plans[key] = (plan, plan.ctypes.data, is_long)
+        return entry[1:]
 
     def _make(self, spec: KVSpec) -> np.ndarray:
         step = self._step

@@ -1,4 +1,4 @@
-"""The plan of a step for attention in torch: what is attended together, and what it reads.
+"""The plan of a step for attention in torch: groups of sequences and their inputs.
 
 Sequences of similar size are attended together, padded to the same numbers of queries and keys. A
 prefix that several sequences share is attended once for all of them (as in Juravsky et al.,
@@ -20,7 +20,7 @@ from hardpoint.plugins.device import to_device
 
 # A further group costs some calls per layer; it saves time from about this many padded tokens on.
 _SPLIT_TOKENS = 2048
-# What a group gathers on a CPU, in tokens, and its scores per head: they stay near the cache, and
+# Tokens that a group gathers on a CPU, and its scores per head: they stay near the cache, and
 # the kept buffers small.
 _GROUP_TOKENS = 1 << 14
 _GROUP_SCORES = 1 << 17
@@ -56,7 +56,7 @@ class PaddedSequences:
     Attributes:
         rows: indices of the queries among the step's tokens, [count * queries].
         valid: which of them are not padding; None is all.
-        targets: where the results of those that are not padding belong.
+        targets: where the results of rows that are not padding belong.
         blocks: ids of the blocks to read, [count * width], sequence after sequence; None if the
             keys and values of `rows` are all that is read.
         count: number of sequences.
@@ -66,7 +66,7 @@ class PaddedSequences:
         mask: additive, [count or 1, 1, queries, length]; None if all is visible or, with several
             queries, causal.
         pieces: pieces of the computation in float32; empty to use scaled_dot_product_attention.
-        folded_masks: what `folded_mask` returned, by number of heads.
+        folded_masks: results of `folded_mask`, by number of heads.
     """
 
     rows: Rows
@@ -98,7 +98,7 @@ class Prefix:
     """Blocks that begin the tables of several sequences, or continue a prefix that these share.
 
     Attributes:
-        rows: indices of the sequences' queries among those of `WindowPlan.merged`.
+        rows: indices of the sequences' queries within `WindowPlan.merged`.
         blocks: ids of the blocks to read; every query sees all of their tokens.
     """
 
@@ -115,8 +115,8 @@ class WindowPlan:
         chunks: groups of sequences with several queries.
         merged: rows of the sequences that share prefixes; None if there are none.
         only: the group of all rows, in order, if there is just one, of one query each.
-        own: what these read besides the prefixes; `targets` are positions in `merged`.
-        prefixes: each is merged with what was attended before.
+        own: inputs besides the prefixes; `targets` are positions in `merged`.
+        prefixes: each is merged with the attention over earlier columns.
     """
 
     decodes: tuple[PaddedSequences, ...]
@@ -146,7 +146,7 @@ class AttentionPlan:
     """The attention plan of a step; layers with the same window share indices and masks."""
 
     def __init__(self, step: AttentionStep, dtype: torch.dtype) -> None:
-        """`dtype` is that of the queries and of the masks."""
+        """`dtype`: dtype of the queries and of the masks."""
         self.slots = step.slots
         self._step = step
         self._dtype = dtype
@@ -181,15 +181,15 @@ class AttentionPlan:
         merged = np.flatnonzero(np.repeat(shares, counts))
         targets = np.cumsum(np.where(shares, counts, 0)) - counts
         layout = _QueryLayout(begins, targets, own_starts)
-        own = self._groups(np.flatnonzero(single & shares), window, layout)
-        own += self._groups(np.flatnonzero(~single & shares), window, layout)
+        suffixes = self._groups(np.flatnonzero(single & shares), window, layout)
+        suffixes += self._groups(np.flatnonzero(~single & shares), window, layout)
         return WindowPlan(
             decodes,
             chunks,
             self._index(merged),
             None,
-            own,
-            tuple(self._prefix(*found, targets) for found in prefixes),
+            suffixes,
+            tuple(self._prefix(*prefix, targets) for prefix in prefixes),
         )
 
     def _find_prefixes(self, window: int | None) -> list[tuple[IntArray, int, int]]:
@@ -233,10 +233,10 @@ class AttentionPlan:
         # sequence is read.
         offsets = np.minimum(np.arange(queries), counts[:, None] - 1)
         rows = layout.begins[sequences][:, None] + offsets
-        own = (totals - counts)[:, None] + offsets
-        high = own if step.sees is None else step.sees[rows]
+        positions = (totals - counts)[:, None] + offsets
+        high = positions if step.sees is None else step.sees[rows]
         window = self._max_seq_len if window is None else window
-        low = np.maximum(layout.own_starts[sequences][:, None], own + (1 - window))
+        low = np.maximum(layout.own_starts[sequences][:, None], positions + (1 - window))
         first, last = low[:, 0] // size, (totals - 1) // size
         origin = first * size
         skip = int((low[:, 0] - origin).min())
@@ -272,8 +272,8 @@ class AttentionPlan:
 
     def _in_pieces(self, counts: IntArray) -> bool:
         """Return whether a group is computed in float32, in pieces."""
-        # On a CPU that has no instructions for them, 16 bits cost scaled_dot_product_attention
-        # more than converting them does; on one that has, it still makes little use of these.
+        # On a CPU without instructions for them, 16 bits cost scaled_dot_product_attention more
+        # than a conversion; on a CPU with such instructions, it still makes little use of them.
         long = len(counts) == 1 and int(counts[0]) >= _QUERIES
         return long and self._on_cpu and self._dtype.itemsize == 2
 
@@ -421,10 +421,10 @@ def _shared_prefixes(
         block_size: tokens per block.
 
     Returns:
-        (sequences, first column, last column + 1) of each; one that continues another comes later.
+        (sequences, first column, last column + 1) of each; a continuation comes later.
     """
-    found = []
-    # Sequences that share the columns before `depth`, of which those before `done` were found.
+    prefixes = []
+    # Sequences that share the columns before `depth`; the columns before `done` are known.
     waiting = [(np.flatnonzero(visible), 0, 0)]
     while waiting:
         sequences, done, depth = waiting.pop()
@@ -438,9 +438,9 @@ def _shared_prefixes(
             end = end if equal.all() else depth + int(equal.argmin())
             pays = (len(members) - 1) * (end - done) * block_size >= _SHARED_TOKENS
             if pays:
-                found.append((members, done, end))
+                prefixes.append((members, done, end))
             waiting.append((members, end if pays else done, end))
-    return found
+    return prefixes
 
 
 def _equal(sequences: IntArray, blocks: IntArray) -> Iterator[IntArray]:

@@ -1,8 +1,8 @@
 """Paged attention in plain torch, on any device.
 
 The blocks of each group of the plan are gathered, then scaled_dot_product_attention runs; matrix
-products and a softmax in float32, where these are faster. What was attended of shared prefixes is
-merged with the attention over what each sequence has of its own.
+products and a softmax in float32, where these are faster. Attention over shared prefixes is
+merged with attention over the rest of each sequence.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
 
     @property
     def shares_values(self) -> bool:
-        """Unless they are codes, of which keys are rotated and values are not."""
+        """True unless the values are codes: codes of keys are rotated, codes of values are not."""
         return not self._is_coded
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         )
 
     def block_views(self, cache: Cache) -> list[torch.Tensor]:
-        """Return the bytes of keys, those of values, and those of their scales."""
+        """Return the bytes of keys, of values, and of their scales."""
         return [part.view(len(part), -1).view(torch.uint8) for part in cache]
 
     def plan(self, step: AttentionStep) -> AttentionPlan:
@@ -160,7 +160,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         v: torch.Tensor,
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
-        if spec.value_size is not None:  # keys are the values; what the others give is passed over
+        if spec.value_size is not None:  # keys are the values; the values passed in are ignored
             whole = self._attend(replace(spec, value_size=None), cache, plan, q, k, k)
             return whole[..., -spec.value_size :]
         return self._attend(spec, cache, plan, q, k, v)
@@ -254,7 +254,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     def _visible(
         self, cache: Cache, group: PaddedSequences, k: torch.Tensor, v: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """Return the keys and values of a group; those of the step if it reads no others."""
+        """Return the keys and values of a group, from the step itself if it reads no others."""
         if group.blocks is None:
             return [side[group.rows][None] for side in (k, v)]
         return self._gather_group(cache, group)
@@ -329,7 +329,7 @@ def _fold(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values by key head, each [count, num_kv_heads, ..., head_size].
 
-    Those of query heads that share a key head follow each other.
+    Query heads that share a key head follow each other.
     """
     keys, values = visible
     count, kv_heads, size = len(keys), spec.num_kv_heads, spec.head_size
@@ -425,12 +425,12 @@ def _attend_summed(
     """Return the attention and its sums; see `_attend_plainly`."""
     if spec.softcap is not None or folded[0].device.type != "cpu":
         return _attend_plainly(spec, folded, mask)
-    # What scaled_dot_product_attention runs on a CPU; it returns the sums as well.
-    found: tuple[torch.Tensor, torch.Tensor]
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    # The kernel of scaled_dot_product_attention on a CPU; it returns the sums as well.
+    result: tuple[torch.Tensor, torch.Tensor]
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *folded, attn_mask=mask, scale=spec.scale
     )
-    return found
+    return result
 
 
 def _attend_plainly(
@@ -447,11 +447,11 @@ def _attend_plainly(
     Args:
         folded: queries [count, num_kv_heads, rows, head_size], keys and values.
         mask: additive, [count or 1, 1, rows or 1, length].
-        causal: number of queries, if the rows are those of one sequence, head after head, and its
-            keys are those of these queries; it is masked causally.
+        causal: number of queries, if the rows belong to one sequence, head after head, with the
+            keys of these queries; it is masked causally.
 
     Returns:
-        What is attended, like the queries, and the logarithms of the sums of exp(score).
+        The attention output, shaped like the queries, and the logarithms of the sums of exp(score).
     """
     queries, keys, values = folded
     keys, values = keys.float().transpose(-1, -2), values.float()
@@ -479,7 +479,7 @@ def _attend_plainly(
 
 
 def _zeroed_pages(size: int) -> torch.Tensor:
-    """Return zeroed memory on the CPU, uint8 [size], whose pages are allocated on use."""
+    """Return zeroed memory on the CPU, uint8 [size]. Pages are allocated on use."""
     # numpy asks the system for zeroed pages, which cost nothing until they are touched; torch.zeros
     # would write them all. On Linux it asks for huge ones too: a gather reads from all over them.
     pages = np.zeros(size + _ALIGNMENT, np.uint8)

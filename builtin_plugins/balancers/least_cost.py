@@ -17,8 +17,8 @@ class LeastCost(LoadBalancer):
         pending_prompt_tokens + in_flight_tokens * in_flight - cached_prefix_tokens(request)
 
     so that load and cached prefixes are of one unit, the token, and no threshold decides between
-    them. Of equal costs, that with fewer requests in flight is taken, then that of the request's
-    session, then the next in turn.
+    them. Among equal costs, the engine with fewer requests in flight is taken, then the engine of
+    the request's session, then the next in turn.
 
     Source: vllm-project/tpu-inference#3315, with `in_flight` as the second criterion alone
     (`in_flight_tokens = 0`). There, a prefix that all prompts begin with keeps all requests at one

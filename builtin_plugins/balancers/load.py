@@ -13,7 +13,7 @@ class LoadOptions(plugins.Options):
 
     Attributes:
         in_flight_tokens: prompt tokens that a request in flight counts as, for the work of its
-            output, in addition to those of its own that are pending. 0 compares engines by prompts
+            output, in addition to its own pending ones. 0 compares engines by prompts
             alone.
     """
 

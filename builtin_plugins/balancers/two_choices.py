@@ -42,7 +42,7 @@ class TwoChoices(LoadBalancer):
 
         Attributes:
             seed: seed of the draws.
-            sessions: number of sessions whose engines are remembered; those used last stay.
+            sessions: number of sessions with a remembered engine; the most recently used ones stay.
         """
 
         seed: int = 0
@@ -57,16 +57,16 @@ class TwoChoices(LoadBalancer):
         self._sessions: dict[str, tuple[int, int]] = {}  # rank, length of the last prompt
 
     def choose(self, request: EngineCoreRequest, engines: Sequence[EngineView]) -> int:
-        """Return the index of one of three engines: two at random, and that of the session."""
+        """Return the index of the engine: two random ones and the engine of the session compete."""
         num_engines, draw = len(engines), self._draw
-        one, other = int(draw() * num_engines), int(draw() * (num_engines - 1))
-        other += other >= one
-        load, others_load = self._load(engines[one]), self._load(engines[other])
+        chosen, other = int(draw() * num_engines), int(draw() * (num_engines - 1))
+        other += other >= chosen
+        load, others_load = self._load(engines[chosen]), self._load(engines[other])
         if others_load < load:
-            one, load = other, others_load
+            chosen, load = other, others_load
         if request.retention is None or not self.options.sessions:
-            return one
-        return self._of_session(request.retention.session, request, engines, one, load)
+            return chosen
+        return self._of_session(request.retention.session, request, engines, chosen, load)
 
     def _load(self, engine: EngineView) -> int:
         return engine.pending_prompt_tokens + self._per_request * engine.in_flight
@@ -82,13 +82,13 @@ class TwoChoices(LoadBalancer):
         """Return the place of a session's engine, or else the given one; remember it."""
         length = len(request.prompt_token_ids)
         rank, known = self._sessions.pop(session, (-1, 0))
-        kept = _place_of(rank, engines)
+        last_index = _place_of(rank, engines)
         if (
-            kept is not None
-            and self._load(engines[kept]) - min(known, length) <= load
-            and engines[kept].has_session(request)
+            last_index is not None
+            and self._load(engines[last_index]) - min(known, length) <= load
+            and engines[last_index].has_session(request)
         ):
-            place = kept
+            place = last_index
         self._sessions[session] = (engines[place].rank, length)
         if len(self._sessions) > self.options.sessions:
             del self._sessions[next(iter(self._sessions))]

@@ -23,7 +23,7 @@ _BEGINNING = b'{"id":'
 
 
 class StandardOutput:
-    """Answers on standard output, which has no earlier answers."""
+    """Answers on standard output, without earlier answers."""
 
     name = "standard output"
     is_regular = False
@@ -60,7 +60,7 @@ class AnswerFile:
 
         Args:
             path: path of the file; created if it does not exist.
-            read: reads a line of the file; raises ValueError for one that is no answer.
+            read: reads a line of the file; raises ValueError if it is no answer.
             resume: whether answers that are there count.
             overwrite: whether they are removed.
 
@@ -79,7 +79,9 @@ class AnswerFile:
         try:
             self._lock(self._fd)
             if resume and not self.is_regular:
-                raise RequestError(f"--resume: expected a file as --output, {self.name!r} is none")
+                raise RequestError(
+                    f"--resume: expected a regular file as --output, got {self.name!r}"
+                )
             if self.is_regular and os.fstat(self._fd).st_size:
                 if not resume and not overwrite:
                     raise RequestError(
@@ -127,9 +129,7 @@ class AnswerFile:
             RequestError: it is.
         """
         if prompts.stat and self.is_regular and os.path.samestat(prompts.stat, os.fstat(self._fd)):
-            raise RequestError(
-                f"--output: expected another file than that of --file, {self.name!r}"
-            )
+            raise RequestError(f"--output: expected another file than --file, got {self.name!r}")
 
     def _read_answers(self, model: str, read: Callable[[bytes], EarlierAnswer]) -> None:
         """Note which requests have an answer.
@@ -162,7 +162,7 @@ class AnswerFile:
                     self._lines[answer.id] = number
 
     def has(self, request: FileRequest, prompts: LineFile) -> bool:
-        """Return whether a request has an answer; failed requests have none.
+        """Return whether a request has an answer; failures do not count.
 
         Raises:
             RequestError: the answer is to another request of the same id.
@@ -179,10 +179,10 @@ class AnswerFile:
         return True
 
     def begin(self) -> str:
-        """Remove failed answers and an incomplete last line from a file of answers.
+        """Begin the file: remove failed answers and a half-written last line.
 
         Returns:
-            What the user should know of it.
+            A note for the user.
         """
         if not self.is_regular:
             return ""

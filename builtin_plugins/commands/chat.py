@@ -221,7 +221,7 @@ class _ChatCommand:
 _COMMANDS = {
     "/help": _ChatCommand("", "list the commands", _Chat.help),
     "/reset": _ChatCommand("", "forget all messages but the system message", _Chat.reset),
-    "/system": _ChatCommand("TEXT", 'show or set the system message; "" is none', _Chat.system),
+    "/system": _ChatCommand("TEXT", 'show or set the system message; "" removes it', _Chat.system),
     "/save": _ChatCommand("FILE", "save the conversation; /save! replaces a file", _Chat.save),
     "/save!": _ChatCommand("FILE", "", lambda chat, path: chat.save(path, replace=True)),
     "/load": _ChatCommand("FILE", "go on with a saved conversation", _Chat.load),
@@ -245,7 +245,7 @@ def _talk_in_pipe(chat: _Chat) -> int:
 
 
 def _talk_on_terminal(chat: _Chat) -> None:
-    """Answer typed messages until the user leaves; an error or interrupt ends one answer."""
+    """Answer typed messages until the user leaves; an error or interrupt ends one answer alone."""
     messages, hidden = _open_terminal(chat)
     notice(f"{chat.model}. {_HELP}")
     with hidden:

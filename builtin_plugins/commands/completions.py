@@ -23,7 +23,7 @@ class AssembledCompletion:
     last: CompletionOutput | None = None
 
     def add(self, new: CompletionOutput) -> None:
-        """Append the new parts of an output."""
+        """Append the contents of an output."""
         self.text += new.text
         self.token_ids += new.token_ids
         self.logprobs += new.logprobs or []

@@ -1,4 +1,4 @@
-"""The messages of a conversation: requests, answers and their file."""
+"""The messages of a conversation: prompt, answers and the saved file."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class TextOutput(Protocol):
         """Write a piece of the answer, or of the reasoning before it."""
 
     def end(self) -> None:
-        """Write the buffered text, and end the line."""
+        """Write the text held back, and end the line."""
 
 
 class ChatModel(Protocol):
-    """A model that answers, in this program or in a server."""
+    """A model that answers: in this program, or at a server."""
 
     @property
     def config(self) -> EngineConfig:
@@ -64,7 +64,7 @@ class ChatModel(Protocol):
         """Default parameters and chat template."""
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield the outputs of a prompt as they come; each holds only the new part."""
+        """Stream the outputs of a prompt; each holds only the new tokens."""
 
     def close(self) -> None:
         """Release the model."""
@@ -81,7 +81,7 @@ class ChatHistory:
         self._first_sent = 0
 
     def begin(self, messages: list[HistoryMessage]) -> None:
-        """Replace all messages; the system message only if they begin with one."""
+        """Replace all messages; replace the system message only if they begin with one."""
         if messages and messages[0].role == "system":
             self.system = messages[0].content
             messages = messages[1:]
@@ -157,7 +157,7 @@ class ChatHistory:
                     "/reset begins again, /save FILE keeps it, "
                     "--when-full drop-oldest drops the oldest turns"
                 )
-            # More is dropped than must be: what stays is in the prefix cache in the next turns.
+            # More is dropped than necessary: the rest is in the prefix cache in the next turns.
             prompt_limit = limit - room - limit // _LEAST_ROOM
             first = self._next_turn(first)
         if first != self._first_sent and not self._first_sent:

@@ -25,8 +25,8 @@ _AT_ONCE = 256
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] TEXT [TEXT ...]\n       %(prog)s [options] --file PATH"
     parser.description = (
-        "Print the vector of each text as a line of JSON: its id (the number of the text, or what "
-        "the line of a file has), the tokens of its prompt, and its embedding."
+        "Print the vector of each text as a line of JSON: its id (the number of the text, or the "
+        "id of its line in a file), the tokens of its prompt, and its embedding."
     )
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT", help="a text")
@@ -69,10 +69,10 @@ def _embed(
     prompt_name: str | None,
     output: IO[str],
 ) -> None:
-    vectors = generator.embed([text for _, text in texts], params, prompt_name)
-    for (name, _), vector in zip(texts, vectors, strict=True):
-        tokens = len(vector.prompt_token_ids)
-        line = {"id": name, "prompt_tokens": tokens, "embedding": vector.outputs.tolist()}
+    results = generator.embed([text for _, text in texts], params, prompt_name)
+    for (name, _), result in zip(texts, results, strict=True):
+        tokens = len(result.prompt_token_ids)
+        line = {"id": name, "prompt_tokens": tokens, "embedding": result.outputs.tolist()}
         output.write(line_of(line).decode())
     output.flush()
 

@@ -1,4 +1,4 @@
-"""`hardpoint models`: known models, the needs of one model, and cached models."""
+"""`hardpoint models`: list the supported models, describe a model, list the cached ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WEIGHTS = (
     *(".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"),
     *(".onnx", ".npz", ".h5", ".msgpack", ".tflite"),
 )
-"""Ends of the names of weights in any format, those that cannot be read included."""
+"""Ends of the names of weights in any format, including unreadable ones."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     listed = actions.add_parser("list", help="list the models in the cache")
     listed.description = "List the models of the Hugging Face hub that are in the cache."
     listed.add_argument("--json", action="store_true", help="print JSON")
-    _configure_show(actions.add_parser("show", help="show what a model is and needs"))
+    _configure_show(actions.add_parser("show", help="show the architecture and memory of a model"))
     removed = actions.add_parser("rm", help="remove a model from the cache")
     removed.description = "Remove a model of the Hugging Face hub from the cache."
     removed.add_argument(
@@ -60,7 +60,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _configure_show(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Without MODEL, print the architectures, file formats and quantization schemes that can be "
-        "run. With it, print what the model is and what it would need in memory, as it is "
+        "run. With it, print the model's architecture and the memory it would need as "
         "configured (--set dtype=..., quantization.use=..., max_model_len=...). No weights are "
         f"read. The exit code is {_DOES_NOT_FIT} if the model does not fit into memory."
     )
@@ -73,7 +73,7 @@ def _configure_show(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TOKENS",
-        help="length of requests whose memory is printed; repeatable",
+        help="print the memory of requests of this length; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -125,7 +125,7 @@ def _print_known(catalog: PluginCatalog, *, as_json: bool) -> None:
     components = [info for info in catalog.components() if info.kind in _KINDS]
     about = [_about(catalog, info) for info in components]
     if as_json:
-        known = [
+        entries = [
             {
                 "kind": info.kind,
                 "name": info.name,
@@ -137,7 +137,7 @@ def _print_known(catalog: PluginCatalog, *, as_json: bool) -> None:
             }
             for info, text in zip(components, about, strict=True)
         ]
-        print(json.dumps(known, indent=2))
+        print(json.dumps(entries, indent=2))
         return
     rows = [
         (
@@ -267,7 +267,7 @@ def _codes_text(report: ModelReport) -> str:
 def _length_text(report: ModelReport) -> str:
     text = f"{report.max_position_embeddings} tokens"
     if report.max_model_len != report.max_position_embeddings:
-        text += f", of which max_model_len allows {report.max_model_len}"
+        text += f", limited to {report.max_model_len} by max_model_len"
     return text
 
 

@@ -40,7 +40,7 @@ class PromptLine:
         id: id of the answer.
         fields: `prompt` or `messages`, as the line has it.
         messages: the conversation, if the chat template is to be used.
-        params: sampling parameters of the options, with those of the line.
+        params: sampling parameters of the options, overridden by the line.
         digest: 64 bits of a hash of everything but line and id.
     """
 
@@ -53,11 +53,11 @@ class PromptLine:
 
 
 class LineFile:
-    """A file of lines with one line in memory at a time.
+    """A file of lines, read line by line.
 
     Attributes:
         name: its path, for messages.
-        stat: what it is; None if that is not known.
+        stat: status of the file; None if it is unknown.
         is_regular: whether it can be read again.
     """
 
@@ -168,14 +168,14 @@ class PromptFile:
                 f"expected a text, or an object with prompt or messages, got {shown(value)}"
             )
         _check_names(fields)
-        options = {name: fields[name] for name in _OWN[1:] if name in fields}
-        messages = self._messages(options)
+        prompt = {name: fields[name] for name in _OWN[1:] if name in fields}
+        messages = self._messages(prompt)
         params = self._own_params({k: v for k, v in fields.items() if k not in _OWN})
         plain = msgspec.to_builtins(params, str_keys=True)
-        hashed = msgspec.json.encode([options, messages is not None, plain], order="sorted")
+        hashed = msgspec.json.encode([prompt, messages is not None, plain], order="sorted")
         digest = int.from_bytes(hashlib.blake2b(hashed, digest_size=8).digest(), "big")
         return PromptLine(
-            number, _checked_id(fields.get("id", number)), options, messages, params, digest
+            number, _checked_id(fields.get("id", number)), prompt, messages, params, digest
         )
 
     def _messages(self, fields: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -220,7 +220,7 @@ def _check_names(fields: dict[str, Any]) -> None:
     for name in fields:
         if name == "custom_id":
             raise RequestError(
-                "custom_id: this is a line for OpenAI's batch service, and the first line is none; "
+                "custom_id: this is a line for OpenAI's batch service, unlike the first line; "
                 'expected such as {"id": "a", "messages": [...], "max_tokens": 9}'
             )
         if name not in known:

@@ -27,7 +27,7 @@ _FIELDS = (
     "n",
     "logprobs",
 )
-# Of a conversation with a model whose files recommend nothing. A small model repeats itself when
+# For conversations with a model without recommendations. A small model repeats itself when
 # it is greedy, and loses the thread at a high temperature; the penalty ends loops.
 _CONVERSATION = SamplingParams(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
 
@@ -70,7 +70,7 @@ def add_sampling_options(
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="what the answer must be: json=SCHEMA, regex=..., grammar=..., choice=TEXT "
+        help="constraint on the answer: json=SCHEMA, regex=..., grammar=..., choice=TEXT "
         "(repeatable), json_object=true; @FILE is a file's content",
     )
     add(
@@ -83,12 +83,12 @@ def add_sampling_options(
 
 
 def conversation_params(options: argparse.Namespace, generator: ChatModel) -> SamplingParams:
-    """Return checked parameters of a conversation, with the model's defaults."""
+    """Return checked parameters of a conversation; the model's defaults replace missing ones."""
     return sampling_params(options, _recommended(generator) or _CONVERSATION)
 
 
 def prompt_params(options: argparse.Namespace, generator: ChatModel) -> SamplingParams:
-    """Return checked parameters of prompts, with the model's defaults."""
+    """Return checked parameters of prompts; the model's defaults replace missing ones."""
     return sampling_params(options, _recommended(generator) or GREEDY)
 
 
@@ -103,7 +103,7 @@ def sampling_params(
     """Return checked parameters from the options; fields without an option keep their defaults.
 
     Raises:
-        RequestError: a field is invalid; names its value and what would be right.
+        RequestError: a field is invalid; names its value and the expected one.
         ConfigError: a `--plugin-args` is not of the form NAME.KEY=VALUE.
     """
     return msgspec.structs.replace(
@@ -123,9 +123,9 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
     """
     fields = _given(options)
     if (structured := _structured(options.structured)) is not None:
-        members: dict[str, Any] = msgspec.to_builtins(structured)
+        constraint: dict[str, Any] = msgspec.to_builtins(structured)
         fields["structured_outputs"] = {
-            name: value for name, value in members.items() if value not in (None, False)
+            name: value for name, value in constraint.items() if value not in (None, False)
         }
     if arguments := _plugin_args(options.plugin_args):
         fields["plugin_args"] = arguments

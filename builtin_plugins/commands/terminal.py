@@ -24,7 +24,7 @@ __all__ = ["LineEditor", "WrappedOutput"]
 _FENCES = ("```", "~~~")
 _TAB = 8
 _JOINER = "\u200d"
-# What an answer may not do to the terminal, such as moving its cursor, is shown instead.
+# Control characters of an answer, such as cursor movements, are shown instead of executed.
 _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
 _CONTROLS |= {0x0D: "", 0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 
@@ -36,9 +36,9 @@ class LineEditor:
     """
 
     def __init__(self, commands: Mapping[str, bool], terminal: TextIO) -> None:
-        """Tab completes `commands`, and a path after each command with the value true."""
-        # With `enable_cpr` it asks the terminal where the cursor is, and warns of one that does
-        # not answer.
+        """Tab completes `commands`, and a path after a command with a true value."""
+        # With `enable_cpr` it asks the terminal for the cursor's position, and warns if there is
+        # no answer.
         self._output = Vt100_Output(
             terminal, lambda: _size(terminal), term=os.environ.get("TERM"), enable_cpr=False
         )
@@ -63,13 +63,13 @@ class LineEditor:
         """
         try:
             return self._session.prompt()
-        finally:  # what is pasted during the answer is one message too
+        finally:  # text pasted during the answer is one message too
             self._output.enable_bracketed_paste()
             self._output.flush()
 
     @contextlib.contextmanager
     def input_hidden(self) -> Iterator[None]:
-        """Keep text that is typed outside of `read` for the next call, and do not show it."""
+        """Keep input typed outside of `read` for the next call, without showing it."""
         stdin = sys.stdin.fileno()
         before = termios.tcgetattr(stdin)
         hidden = [*before]
@@ -139,7 +139,7 @@ class WrappedOutput:
         self._line_is_empty = True
         self._in_reasoning = False
         self._fence = ""
-        """What opened the code block, until it is closed."""
+        """Line that opened the code block, until it is closed."""
 
     def write(self, text: str, *, reasoning: bool = False) -> None:
         """Write a piece of text, but for its last word."""
@@ -215,7 +215,7 @@ class WrappedOutput:
 
     def _terminal_columns(self) -> int:
         columns = self._columns or _columns_of(self._terminal)
-        if self._width not in (0, columns):  # it was resized, and has moved what is on the line
+        if self._width not in (0, columns):  # it was resized, and has moved the text on the line
             self._column = min(self._column, columns)
         self._width = columns
         return columns

@@ -14,7 +14,7 @@ from hardpoint.plugins.parallel import CommunicatorContext
 
 from .rendezvous import Rendezvous, dist
 
-_COLLECTIVE, _MESSAGE, _ABORT = range(3)  # tags: messages of one never match those of another
+_COLLECTIVE, _MESSAGE, _ABORT = range(3)  # tags: messages with different tags never match
 _NO_LIMIT = timedelta(days=365)
 _AT_ONCE = timedelta(milliseconds=1)
 _MAX_PENDING = 4
@@ -60,8 +60,11 @@ class GlooGroup:
         flat = x.view(-1)
         chunks = list(flat.tensor_split(self._size))
         total = torch.empty_like(flat)
-        own = chunks[self._rank]
-        parts = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
+        own_chunk = chunks[self._rank]
+        parts = [
+            own_chunk if rank == self._rank else torch.empty_like(own_chunk)
+            for rank in range(self._size)
+        ]
         self._exchange(chunks, parts)
         results = list(total.tensor_split(self._size))
         results[self._rank].copy_(_sum_in_order(parts))

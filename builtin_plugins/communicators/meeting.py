@@ -1,4 +1,4 @@
-"""The meeting of a group's ranks on one host, where they exchange what they need to share memory.
+"""A meeting of a group's ranks on one host, to exchange the names of shared memory.
 
 The communicator "shared_memory" is built in it. A rank that cannot take part gives all others its
 error, so that `auto` chooses the same communicator in every rank.
@@ -143,12 +143,12 @@ class Meeting:
         except (RuntimeError, OSError, ValueError) as cause:
             raise self._error(f"the store at {self._place} does not answer: {cause}") from cause
 
-    def agree(self, what: str, make: Callable[[], str]) -> list[str]:
+    def agree(self, step: str, make: Callable[[], str]) -> list[str]:
         """Return the results of `make` in each rank, once it has returned in all.
 
         Args:
-            what: names the step; ranks agree on each once.
-            make: raises what keeps this rank from taking part.
+            step: name of the step. Ranks agree on each name once.
+            make: raises an error that keeps this rank from taking part.
 
         Raises:
             RankMissingError: a rank did not come in time.
@@ -161,16 +161,16 @@ class Meeting:
             text = _MADE + make()
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             cause, text = error, f"{_FAILED}rank {rank}: {error}"
-        self._board.put(f"{what}-{rank}", text)
-        texts = [self._wait_for(what, other) for other in range(size)]
+        self._board.put(f"{step}-{rank}", text)
+        texts = [self._wait_for(step, other) for other in range(size)]
         failures = [text[1:] for text in texts if text[0] == _FAILED]
         if failures:
             raise self._error("; ".join(failures)) from cause
         return [text[1:] for text in texts]
 
-    def _wait_for(self, what: str, rank: int) -> str:
+    def _wait_for(self, step: str, rank: int) -> str:
         while True:
-            text = self._board.get(f"{what}-{rank}")
+            text = self._board.get(f"{step}-{rank}")
             if text is not None:
                 return text
             check_abort(self._context)
@@ -178,7 +178,7 @@ class Meeting:
                 missing = [
                     f"rank {other}"
                     for other in range(self._context.size)
-                    if self._board.get(f"{what}-{other}") is None
+                    if self._board.get(f"{step}-{other}") is None
                 ]
                 raise RankMissingError(
                     f"parallel: group {self._context.group!r}: {', '.join(missing)} did not come "

@@ -31,7 +31,7 @@ class NcclGroup:
         self._rank, self._size, self._device = context.rank, context.size, context.device
         self._rendezvous = rendezvous
         # Messages up and down have groups of their own, since a group's work is done in one order
-        # on the device: a message that waits for its receiver must not hold up what comes back.
+        # on the device: a message that waits for its receiver must not delay replies.
         self._collectives = self._connect("collectives")
         self._up = self._connect("up")
         self._down = self._connect("down")

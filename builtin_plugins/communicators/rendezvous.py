@@ -17,7 +17,7 @@ from .meeting import RankMissingError, check_abort, wait_for_listener
 
 T = TypeVar("T")
 
-dist: Any = distributed  # whose annotations lack most of what is needed
+dist: Any = distributed  # most of its annotations are missing
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.005
@@ -27,7 +27,7 @@ class Rendezvous:
     """Where the ranks of a group meet.
 
     Attributes:
-        address: address of this rank, the only one that it listens on.
+        address: address of this rank, the only one it listens on.
         store: key-value store of the group alone.
     """
 
@@ -55,12 +55,12 @@ class Rendezvous:
         """Return how long to wait at most, at least a moment."""
         return timedelta(seconds=max(self._deadline - time.monotonic(), 0.1))
 
-    def agree(self, make: Callable[[], T], what: str) -> T:
+    def agree(self, make: Callable[[], T], step: str) -> T:
         """Return the result of `make`, once it has returned in all ranks.
 
         Args:
-            make: raises what keeps this rank from taking part.
-            what: names the step; ranks agree on each once.
+            make: raises an error that keeps this rank from taking part.
+            step: name of the step. Ranks agree on each name once.
 
         Raises:
             ModelError: it failed in a rank, or a rank did not come in time.
@@ -73,8 +73,8 @@ class Rendezvous:
         except (RuntimeError, OSError) as error:
             failure = f"rank {self._context.rank}: {_first_line(error)}"
         try:
-            self.store.set(f"{what}/{self._context.rank}", failure or "ready")
-            failures = self._wait_for_all(what)
+            self.store.set(f"{step}/{self._context.rank}", failure or "ready")
+            failures = self._wait_for_all(step)
         except dist.DistError as error:
             raise self._error(
                 f"the store at {self._place} has ended: {_first_line(error)}"
@@ -83,14 +83,14 @@ class Rendezvous:
             raise self._error("; ".join(failures))
         return made[0]
 
-    def _wait_for_all(self, what: str) -> list[str]:
+    def _wait_for_all(self, step: str) -> list[str]:
         missing = list(range(self._context.size))
         failures = []
         while True:
             for rank in list(missing):
-                if self.store.check([f"{what}/{rank}"]):
+                if self.store.check([f"{step}/{rank}"]):
                     missing.remove(rank)
-                    outcome = self.store.get(f"{what}/{rank}").decode()
+                    outcome = self.store.get(f"{step}/{rank}").decode()
                     failures += [outcome] if outcome != "ready" else []
             if not missing:
                 return failures

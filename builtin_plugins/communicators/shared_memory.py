@@ -32,7 +32,7 @@ class SharedMemoryCommunicator(Communicator):
     devices = ("cpu",)
 
     class Options(plugins.Options):
-        """Sizes of what is allocated at start.
+        """Sizes of the memory allocated at start.
 
         Attributes:
             chunk_bytes: the pieces in which large tensors are exchanged; each rank has two.
@@ -164,10 +164,10 @@ class SharedMemoryCommunicator(Communicator):
                 f"{call} of rank {self.rank} in group {self.context.group!r}: {error}"
             ) from None
 
-    def _check_rank(self, what: str, rank: int, *, is_other: bool = False) -> None:
+    def _check_rank(self, operation: str, rank: int, *, is_other: bool = False) -> None:
         if not 0 <= rank < self.size or (is_other and rank == self.rank):
             which = f"one of the others than {self.rank}" if is_other else "a rank"
-            raise ValueError(f"{what}: expected {which} from 0 to {self.size - 1}, got {rank}")
+            raise ValueError(f"{operation}: expected {which} from 0 to {self.size - 1}, got {rank}")
 
     def _unusable(self, reason: str) -> ModelError:
         return ModelError(

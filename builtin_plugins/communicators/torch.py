@@ -101,14 +101,14 @@ class TorchCommunicator(Communicator):
             group.abort()
 
     def close(self) -> None:
-        """Leave the group; what was sent and not received is lost."""
+        """Leave the group; messages not yet received are lost."""
         with self._lock:
             self._failure = self._failure or "it was closed"
             self._group = None
 
     @contextmanager
     def _running(self, call: str, x: torch.Tensor) -> Iterator[GlooGroup | NcclGroup]:
-        """Return the group; a failure of one call is that of all further ones, in all ranks."""
+        """Return the group; after a failed call, all further calls fail in all ranks."""
         group = self._group
         if self._failure is not None or group is None:
             raise CommunicationAbortedError(self._message(call))
@@ -129,10 +129,10 @@ class TorchCommunicator(Communicator):
     def _message(self, call: str) -> str:
         return f"{call} of rank {self.rank} in group {self.context.group!r}: {self._failure}"
 
-    def _check_rank(self, what: str, rank: int, *, is_other: bool = False) -> None:
+    def _check_rank(self, operation: str, rank: int, *, is_other: bool = False) -> None:
         if not 0 <= rank < self.size or (is_other and rank == self.rank):
             which = f"one of the others than {self.rank}" if is_other else "a rank"
-            raise ValueError(f"{what}: expected {which} from 0 to {self.size - 1}, got {rank}")
+            raise ValueError(f"{operation}: expected {which} from 0 to {self.size - 1}, got {rank}")
 
 
 def _has_library(*, on_gpu: bool) -> bool:

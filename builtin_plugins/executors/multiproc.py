@@ -66,7 +66,7 @@ class MultiprocExecutor(Executor):
         """Run the model in every worker.
 
         With one stage, the future is done at once, so that `sample_tokens` is sent while the model
-        runs; an error of the model, or a result, is then that of `sample_tokens`.
+        runs; an error of the model, or a result, is then returned by `sample_tokens`.
         """
         forward = self._started.step("execute_model", (plan,)).future
         if self.max_concurrent_batches > 1 or not plan.total_num_scheduled_tokens:
@@ -79,7 +79,7 @@ class MultiprocExecutor(Executor):
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
-        """Sample in the output rank, with the help of those of its stage."""
+        """Sample in the output rank, with the help of the other ranks of its stage."""
         sampling = self._started.step("sample_tokens", (plan, bitmask)).future
         step, forward = self._forward or (None, None)
         if forward is None or step != plan.step:
@@ -111,7 +111,7 @@ class MultiprocExecutor(Executor):
 
 
 def _after(forward: Future[Any], sampling: Future[Any]) -> Future[Any]:
-    """Return the future of a step: what `forward` raises or returns, else that of `sampling`."""
+    """Return the future of a step: the outcome of `forward`, or else of `sampling`."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
 

@@ -30,7 +30,7 @@ class CallSender(ABC):
     """The executor's side: sends each call to all workers."""
 
     describes: str
-    """What it is, for the log."""
+    """Name of the call, for the log."""
     uses_ring: bool
     sends_to_all_or_none: bool
     """Whether a `send` that an interrupt ends has reached all workers, or none."""
@@ -40,7 +40,7 @@ class CallSender(ABC):
         """Return the descriptors that a worker's process needs."""
 
     def started(self) -> None:  # noqa: B027 - optional on purpose
-        """Close what only the workers need, once all have it."""
+        """Close the workers' ends once all workers have theirs."""
 
     @abstractmethod
     def _write(self, data: bytes) -> None:
@@ -52,8 +52,8 @@ class CallSender(ABC):
         Args:
             number: number of the call, for its answers.
             call: encoded.
-            all_answer: whether each rank answers, instead of the one that samples and those that
-                fail.
+            all_answer: whether each rank answers, instead of the sampling rank and failing
+                ranks.
 
         Raises:
             CallsEndedError: a worker does not take it any more.
@@ -170,7 +170,7 @@ class RingSender(CallSender):
         self._ring = BroadcastRing.create(_RING_BYTES, count)
 
     def descriptors(self, rank: int) -> list[int]:  # noqa: ARG002
-        """Return that of the memory, the same for all."""
+        """Return the descriptor of the memory, the same for all."""
         return [self._ring.fileno()]
 
     def _write(self, data: bytes) -> None:

@@ -64,7 +64,7 @@ class RankProcesses:
         self._watch_step = StepWatchdog(context)
         self._failure: BaseException | None = None
         self._callback: Callable[[BaseException], None] | None = None
-        self._is_reported = False  # to the callback; an error of a step is that of its future
+        self._is_reported = False  # to the callback; an error of a step is in its future
         self._closing = False
         self._wake_read, self._wake_write = os.pipe()
         self._watcher: threading.Thread | None = None
@@ -181,8 +181,10 @@ class RankProcesses:
         if not reported:
             return
         missing = self._parallel.world_size - len(reported)
-        total = sum(one.total for one in reported) + missing * max(one.total for one in reported)
-        done = total if ended else min(sum(one.done for one in reported), total - 1)
+        total = sum(progress.total for progress in reported) + missing * max(
+            progress.total for progress in reported
+        )
+        done = total if ended else min(sum(progress.done for progress in reported), total - 1)
         progress(reported[0].what, done, total)
 
     # The thread
@@ -273,7 +275,7 @@ class RankProcesses:
     def _end_late_step(self) -> None:
         """Fail for a step that takes too long, once ranks that wait for others have left it.
 
-        Those that have not are named and killed: a rank that hangs does not end by itself.
+        Ranks that have not are named and killed: a rank that hangs does not end by itself.
         """
         with self._lock:
             calls = list(self._calls.values())
@@ -296,8 +298,8 @@ class RankProcesses:
             return error
         with self._lock:
             errors = [call.failure() for call in self._calls.values() if call.failures]
-        own = (other for other in errors if not isinstance(other, CommunicationAbortedError))
-        return next(own, error)
+        causes = (other for other in errors if not isinstance(other, CommunicationAbortedError))
+        return next(causes, error)
 
     # End
 

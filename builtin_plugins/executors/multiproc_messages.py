@@ -25,7 +25,7 @@ class FrameKind(IntEnum):
     PROGRESS = 2
     """How far a worker's loading is: a LoadingProgress."""
     RESULT = 3
-    """What a call returned or raised; the frame has its number."""
+    """Result or exception of a call; the frame has its number."""
     ABORT = 4
     """To the worker: calls that wait for other ranks fail, with the reason that follows."""
 

@@ -19,7 +19,7 @@ class PendingCall:
         method: name of the method of Worker.
         began: when it was sent, in seconds.
         future: the results in rank order, or the result of the one rank that answers.
-        failures: what ranks raised, in the order in which that was received.
+        failures: exceptions of ranks, in the order of receipt.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PendingCall:
             self.future.set_result(result)
 
     def failure(self) -> Exception:
-        """Return the first error that a rank raised by itself, with those of others in a note."""
+        """Return the first error raised by a rank itself, with the other errors in a note."""
         (_, error), *others = sorted(
             self.failures.items(), key=lambda item: isinstance(item[1], CommunicationAbortedError)
         )

@@ -17,7 +17,7 @@ _LEAVE_S = 1.0  # for ranks that wait for others to leave the step, once they ar
 
 
 class StepWatchdog:
-    """Watches the time of steps, if one that takes too long is to be ended. For one thread.
+    """Watchdog of steps, if a step that takes too long is to be ended. Used by one thread.
 
     Attributes:
         late: a call of a step that has taken too long.

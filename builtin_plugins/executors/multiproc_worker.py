@@ -55,7 +55,7 @@ class _ProgressReports:
         self._channel = channel
         self._reported_at = 0.0
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         if done < total and now - self._reported_at < _PROGRESS_INTERVAL_S:
             return
@@ -63,7 +63,7 @@ class _ProgressReports:
         send(
             self._channel,
             FrameKind.PROGRESS,
-            msgspec.msgpack.encode(LoadingProgress(what, done, total)),
+            msgspec.msgpack.encode(LoadingProgress(stage, done, total)),
         )
 
 
@@ -128,7 +128,7 @@ class _Service:
             self._worker.abort("the executor was closed")
 
 
-_FREEZE_AFTER = 4  # calls: those of the start, and the first step
+_FREEZE_AFTER = 4  # calls: the ones of the start, and the first step
 
 
 class _Watchdog:

@@ -87,7 +87,7 @@ class RayExecutor(Executor):
     contract = 2
 
     class Options(plugins.Options):
-        """Which cluster the workers run on, and what each of them gets.
+        """Ray cluster of the workers, and resources of each worker.
 
         Attributes:
             address: `HOST:PORT` of the cluster. "auto" is the one that RAY_ADDRESS names, else the
@@ -300,7 +300,7 @@ class RayExecutor(Executor):
                     decode_result("open_worker", result, str(rank))
 
     def _placement(self) -> Placement:
-        """Return where the ranks are; nodes are hosts, those on one machine too."""
+        """Return the placement of ranks; nodes count as hosts, even on one machine."""
         first = self._ranks[0]
         hosts = tuple(rank.node.id for rank in self._ranks)
         devices = (0,) * len(hosts)  # Ray shows each actor its own only
@@ -342,10 +342,10 @@ class RayExecutor(Executor):
             for rank in self._ranks
         ]
         try:
-            found = self._ray.get(calls, timeout=_PROGRESS_SECONDS)
+            progress = self._ray.get(calls, timeout=_PROGRESS_SECONDS)
         except Exception:
             return reported  # an actor that is busy or dead, which its calls report
-        slowest = min(found, key=lambda item: item[1] / max(item[2], 1))
+        slowest = min(progress, key=lambda item: item[1] / max(item[2], 1))
         if slowest != reported and slowest[2]:
             self.context.progress(*slowest)
         return slowest

@@ -21,7 +21,7 @@ class RayWorker:
     """A worker and its server, in an actor."""
 
     def __init__(self) -> None:
-        # Ray repeats what an actor writes to stdout on the program's own, where answers may be.
+        # Ray repeats an actor's stdout on the program's own, where answers may be.
         sys.stdout = sys.stderr
         with contextlib.suppress(OSError):
             os.dup2(2, 1)
@@ -73,5 +73,5 @@ class RayWorker:
         """Wait until the actor ends, in the group "watch"; then the call fails in the engine."""
         threading.Event().wait()
 
-    def _on_progress(self, what: str, done: int, total: int) -> None:
-        self._progress = (what, done, total)
+    def _on_progress(self, stage: str, done: int, total: int) -> None:
+        self._progress = (stage, done, total)

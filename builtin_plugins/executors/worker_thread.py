@@ -29,7 +29,7 @@ _GRACE_S = 5.0  # left to a call that is under way when the thread is to end
 
 
 class _WorkerCall(NamedTuple):
-    """A call; one that overlaps may run before the late output of the call before is complete."""
+    """A call; it may overlap the late output of the previous call."""
 
     future: Future[Any]
     run: Callable[[], Any]
@@ -55,13 +55,13 @@ class WorkerThread:
         self._end = weakref.finalize(self, _end, self._calls, self._thread)
 
     def submit(self, call: Callable[[], T], *, overlaps: bool = False) -> Future[T]:
-        """Run a call after those before; return the future of its result or error.
+        """Run a call after the earlier ones; return the future of its result or error.
 
         A call that does not overlap waits for the late output of the call before.
         The error is an EngineDeadError if the thread ends before.
         """
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # what a worker is to run cannot be withdrawn
+        future.set_running_or_notify_cancel()  # a call passed to a worker cannot be withdrawn
         self._calls.put(_WorkerCall(future, call, overlaps))
         if not self._runs:
             self._calls.fail()
@@ -74,7 +74,7 @@ class WorkerThread:
         return self.submit(cast("Callable[[], ModelRunnerOutput]", call))
 
     def close(self, last: Callable[[], object]) -> None:
-        """Run a last call, after those under way, and end the thread.
+        """Run a last call after the earlier ones, and end the thread.
 
         A call that does not end in time is left alone, with the thread; the last one follows it.
         """

@@ -33,7 +33,7 @@ from hardpoint.plugins.structured import (
 from .limits import is_lark
 
 FREE = '%llguidance {"no_forcing": true}'
-"""The last line of a grammar whose texts may be cut into any tokens.
+"""The last line of a grammar with texts that may be cut into any tokens.
 
 Without it, one way alone is allowed where a text is certain, and the model cannot choose its own.
 """
@@ -173,8 +173,8 @@ class LarkWriter:
             by_trigger.setdefault(trigger, []).append(expression)
         tagged = []
         for trigger, rests in by_trigger.items():
-            found = self._sequence([_Item("any"), *self._text(trigger)])
-            tagged.append(self._rule(f"{found} {self._any_of(rests)}"))
+            head = self._sequence([_Item("any"), *self._text(trigger)])
+            tagged.append(self._rule(f"{head} {self._any_of(rests)}"))
         later = self._rule(self._any_of(tagged))
         tail = self._rule(_TEXT)
         if not format.at_least_one:

@@ -82,7 +82,7 @@ def check_limits(structured: StructuredOutputs) -> None:
 
 
 def is_lark(grammar: str) -> bool:
-    """Return whether a grammar is in the syntax of Lark; what is not has to be GBNF."""
+    """Return whether a grammar has the syntax of Lark; otherwise it has to be GBNF."""
     # As llguidance finds it, whose own pattern is quadratic in the number of empty lines.
     return _LARK.search(grammar) is not None
 
@@ -133,12 +133,12 @@ def _walk(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_multiples(schema: Any) -> None:
-    found = {
+    divisors = {
         abs(value)
         for name, value in _walk(schema)
         if name == "multipleOf" and isinstance(value, int | float)
     }
-    whole = {_whole(value) for value in found if value and math.isfinite(value)}
+    whole = {_whole(value) for value in divisors if value and math.isfinite(value)}
     joined = any(name in ("allOf", "$ref") for name, _ in _walk(schema))
     largest = max(whole, default=0)
     for value in whole if joined else ():
@@ -153,14 +153,14 @@ def _check_multiples(schema: Any) -> None:
 
 
 def _check_patterns(schema: Any) -> None:
-    found = [
+    pattern_lists = [
         list(value)
         for name, value in _walk(schema)
         if name == "patternProperties" and isinstance(value, Mapping)
     ]
     if any(name in ("allOf", "$ref") for name, _ in _walk(schema)):  # which may join them
-        found = [list({pattern for patterns in found for pattern in patterns})]
-    count = math.isqrt(sum(len(patterns) ** 2 for patterns in found))
+        pattern_lists = [list({pattern for patterns in pattern_lists for pattern in patterns})]
+    count = math.isqrt(sum(len(patterns) ** 2 for patterns in pattern_lists))
     if count > _MAX_PATTERNS:
         raise ValueError(
             f"patternProperties: expected at most {_MAX_PATTERNS} for one object, or as the root "

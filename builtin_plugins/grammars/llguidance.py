@@ -1,4 +1,4 @@
-"""llguidance: grammars whose masks are made as they are needed."""
+"""Grammar backend llguidance: masks are computed on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hardpoint.plugins.text.grammars import GrammarState
 
 _MAX_ITEMS = 10_000
-"""Of one row of llguidance's parser: what an object with 2000 optional properties needs."""
+"""Items of one row of llguidance's parser: an object with 2000 optional properties needs them."""
 
 
 class LLGuidance(GrammarBackend):
@@ -32,6 +32,11 @@ class LLGuidance(GrammarBackend):
 
     A JSON schema is enforced, or the schema is refused with the keywords that are not
     supported. Grammars are Lark's, in llguidance's dialect, or GBNF.
+
+    It rejects texts and expressions of more than 32,768 characters, more than 5,000 repetitions
+    in the expressions of a grammar, a `multipleOf` above 100,000 without its decimal point, and
+    GBNF of more than 65,536 characters or 1,000 rules. A structural tag has at most 10,000
+    parts, 1,000 triggers and 1,000 tags.
     """
 
     contract = 1
@@ -68,7 +73,7 @@ class LLGuidance(GrammarBackend):
         check_limits(structured)
         matcher = self._matcher(structured, lenient=structured.lenient)
         if _is_in_schema(matcher):
-            # What takes longer, and few schemas need.
+            # Slower, and needed by few schemas.
             matcher = self._matcher(
                 structured, lenient=structured.lenient, error_of=self._error_of, is_inline=True
             )
@@ -250,7 +255,7 @@ class _State:
 
 
 _STUCK = "NoExtensionBias"
-"""What the library calls it that no token fits."""
+"""The library's phrase for a grammar that no token fits."""
 
 _LONGEST = 500
 """Characters of an error of the library."""
@@ -265,7 +270,7 @@ _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 def _reason(message: str) -> str:
     message = message.partition("<backtrace>")[0]
     reason = " ".join(message.partition("\n   1 | ")[0].split())
-    found = _PLACE.match(reason)
-    reason = reason[found.end() :] if found and found[2] else reason
-    # What is wrong stands at the end, after a copy of the text.
+    match = _PLACE.match(reason)
+    reason = reason[match.end() :] if match and match[2] else reason
+    # The cause comes last, after a copy of the text.
     return reason if len(reason) <= _LONGEST else f"{reason[:100]} ... {reason[100 - _LONGEST :]}"

@@ -1,7 +1,7 @@
 """Validation of finished answers against their whole JSON schema, for the grammar backends.
 
-A grammar leaves out what its library cannot enforce where a request is `lenient`; the frontend asks
-here, through the backend's `validate`, whether the answer keeps to it nevertheless.
+A grammar leaves out constraints that its library cannot enforce if a request is `lenient`. The
+frontend checks here, through the backend's `validate`, whether the answer keeps to them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def validation_error(schema: dict[str, Any] | bool, answer: str) -> str | None:
     # As grammars read it: in the draft that it names.
     base = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     keywords = _Keywords(time.thread_time() + _VALIDATION_SECONDS)
-    replaced = {name: one for name, one in keywords.replaced.items() if name in base.VALIDATORS}
+    replaced = {name: check for name, check in keywords.replaced.items() if name in base.VALIDATORS}
     checks = {**base.VALIDATORS, **replaced}
     counted = {name: keywords.timed(check) for name, check in checks.items()}
     try:
@@ -97,46 +97,46 @@ class _Keywords:
     def _pattern_properties(
         self,
         validator: Any,
-        given: Any,
+        patterns: Any,
         value: Any,
         schema: Any,  # noqa: ARG002
     ) -> Iterator[Any]:
-        for pattern, inner in given.items() if isinstance(value, dict) else ():
+        for pattern, inner in patterns.items() if isinstance(value, dict) else ():
             for name, item in value.items():
                 if self._matches(pattern, name):
                     yield from validator.descend(item, inner, path=name, schema_path=pattern)
 
     def _additional_properties(
-        self, validator: Any, given: Any, value: Any, schema: Any
+        self, validator: Any, additional: Any, value: Any, schema: Any
     ) -> Iterator[Any]:
         patterns = schema.get("patternProperties", ())
         for name, item in value.items() if isinstance(value, dict) else ():
             known = schema.get("properties", ())
             if name in known or any(self._matches(pattern, name) for pattern in patterns):
                 continue
-            if given is False:
+            if additional is False:
                 yield _wrong(f"the property {name!r} is not allowed")
             else:
-                yield from validator.descend(item, given, path=name)
+                yield from validator.descend(item, additional, path=name)
 
     def _unevaluated_properties(
-        self, validator: Any, given: Any, value: Any, schema: Any
+        self, validator: Any, unevaluated: Any, value: Any, schema: Any
     ) -> Iterator[Any]:
         from jsonschema import Draft202012Validator  # noqa: PLC0415
 
         if _has_key(schema, "patternProperties"):  # which the library matches without a limit
             raise ValueError("unevaluatedProperties together with patternProperties")
         check = Draft202012Validator.VALIDATORS["unevaluatedProperties"]
-        yield from check(validator, given, value, schema) or ()
+        yield from check(validator, unevaluated, value, schema) or ()
 
-    def _enum(self, validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
-        if id(given) not in self._sets:
-            self._sets[id(given)] = set(map(canonical, given))
-        if canonical(value) not in self._sets[id(given)]:
+    def _enum(self, validator: Any, values: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
+        if id(values) not in self._sets:
+            self._sets[id(values)] = set(map(canonical, values))
+        if canonical(value) not in self._sets[id(values)]:
             yield _wrong(f"{value!r} is none of the values of the enum")
 
     def _format(self, validator: Any, name: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
-        """Check one that grammars enforce; any other is an annotation."""
+        """Check a format that grammars enforce; any other format is an annotation."""
         import regex  # noqa: PLC0415 - as above
 
         known = FORMATS.get(name) if isinstance(name, str) and isinstance(value, str) else None
@@ -145,8 +145,14 @@ class _Keywords:
                 yield _wrong(f"{value!r} is not a {name!r}")
                 return
 
-    def _unique_items(self, validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
-        if given and isinstance(value, list) and len(set(map(canonical, value))) < len(value):
+    def _unique_items(
+        self,
+        validator: Any,  # noqa: ARG002
+        unique: Any,
+        value: Any,
+        schema: Any,  # noqa: ARG002
+    ) -> Iterator[Any]:
+        if unique and isinstance(value, list) and len(set(map(canonical, value))) < len(value):
             yield _wrong(f"{value!r} has equal items")
 
 

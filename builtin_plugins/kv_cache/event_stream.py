@@ -22,7 +22,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 Socket = zmq.Socket[bytes]
 
 _log = logging.getLogger(__name__)
-_RETRY_MS = 20  # interval of retries for clients whose queue is full
+_RETRY_MS = 20  # interval of retries for clients with a full queue
 _REPLAY_TIMEOUT_S = 10.0  # a replay that sends nothing for so long is dropped
 _MAX_BURST = 100  # messages of one client in a row, so that clients take turns
 

@@ -129,7 +129,7 @@ class ZmqPublisher(KVEventPublisher):
         if option == "endpoint":
             bound.sndhwm = self.options.hwm
         else:
-            bound.router_mandatory = True  # raises for clients that are gone or whose queue is full
+            bound.router_mandatory = True  # raises for clients that are gone or have a full queue
             bound.maxmsgsize = _MAX_REQUEST_BYTES
         try:
             bound.bind(endpoint)

@@ -11,8 +11,8 @@ from hardpoint.plugins import EvictionContext, EvictionPolicy
 class LeastRecentlyUsed(EvictionPolicy):
     """Evicts the block that was released longest ago, in constant time per block.
 
-    Retained blocks come last: those whose time is over are evicted as the others, and the other
-    ones only where nothing else is left, those released first at first.
+    Retained blocks come last: after their time is over, they are evicted as the others. The other
+    ones are evicted only if nothing else is left, in the order of their release.
     """
 
     contract = 2
@@ -39,7 +39,7 @@ class LeastRecentlyUsed(EvictionPolicy):
     dropped = taken
 
     def evict(self, count: int) -> Sequence[int]:
-        """Remove and return `count` candidates, the oldest of those that are not retained first."""
+        """Remove and return `count` candidates, first the oldest ones that are not retained."""
         until, now = self.context.blocks.retained_until, self.context.clock()
         chosen: list[int] = []
         while self._retained and len(chosen) < count:

@@ -13,10 +13,10 @@ _MOST_BLOCKS = 1 << 18
 
 
 class TierEvents:
-    """Follows what is stored in tiers and dropped there; its methods may be called by any thread.
+    """Events of blocks stored and dropped in tiers. Thread-safe.
 
     Stores know keys, and events have the hashes of blocks. So the hashes of the newest keys are
-    kept. A block whose key is not among them any more is reported as removed, since its eviction
+    kept. A block with a forgotten key is reported as removed, because its eviction
     could not be published.
     """
 
@@ -31,7 +31,7 @@ class TierEvents:
 
         Args:
             block_size: tokens per block.
-            most_blocks: whose keys are kept.
+            most_blocks: number of remembered keys.
         """
         self._publish = publish
         self._block_size = block_size
@@ -42,7 +42,7 @@ class TierEvents:
         self._changes: list[tuple[str, bool, bytes]] = []  # tier, whether it was stored, hash
 
     def know(self, key: bytes, block_hash: bytes) -> None:
-        """Remember whose key it is."""
+        """Remember the block hash of a key."""
         with self._lock:
             self._hashes[key] = block_hash
             self._hashes.move_to_end(key)
@@ -54,9 +54,9 @@ class TierEvents:
     def stored(self, tier: str, key: bytes) -> None:
         """Record that a tier has a block."""
         with self._lock:
-            block_hash, kept = self._hashes.get(key), self._kept[tier]
-            if block_hash is not None and key not in kept:
-                kept.add(key)
+            block_hash, tier_keys = self._hashes.get(key), self._kept[tier]
+            if block_hash is not None and key not in tier_keys:
+                tier_keys.add(key)
                 self._changes.append((tier, True, block_hash))
 
     def removed(self, tier: str, keys: Sequence[bytes]) -> None:
@@ -67,13 +67,13 @@ class TierEvents:
                     self._remove(tier, key, block_hash)
 
     def _remove(self, tier: str, key: bytes, block_hash: bytes) -> None:
-        kept = self._kept[tier]
-        if key in kept:
-            kept.remove(key)
+        tier_keys = self._kept[tier]
+        if key in tier_keys:
+            tier_keys.remove(key)
             self._changes.append((tier, False, block_hash))
 
     def flush(self) -> None:
-        """Publish what has changed since the last call."""
+        """Publish the changes since the last call."""
         with self._lock:
             changes, self._changes = self._changes, []
         for (tier, stored), run in itertools.groupby(changes, key=lambda change: change[:2]):

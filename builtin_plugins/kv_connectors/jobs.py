@@ -63,7 +63,7 @@ class Renewal(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         hashes: hashes of the blocks.
-        transfer: whose blocks they are; a peer of "" is this engine.
+        transfer: owner of the blocks; a peer of "" is this engine.
     """
 
     hashes: list[bytes]
@@ -109,7 +109,7 @@ class Handshake(msgspec.Struct, frozen=True):
     """The message of a worker at its start.
 
     Attributes:
-        peers: engines whose blocks it can fetch; None if no store can.
+        peers: engines with fetchable blocks; None if no store can.
     """
 
     peers: list[str] | None = None

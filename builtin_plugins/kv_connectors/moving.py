@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hardpoint")
 
-_SLACK = 0.9  # of the time for a load or a call, so that what was loaded in time is used
+_SLACK = 0.9  # of the time for a load or a call, so that loaded blocks are used in time
 
 
 class _LoadJob:
     """A load that is under way.
 
     Attributes:
-        load: what to load.
+        load: the load.
         deadline: on the monotonic clock.
         lock: held while a block is copied into the KV cache.
         first_bad: index of the first block that could not be loaded.
@@ -81,7 +81,7 @@ class _LoadJob:
             self.ended = self.ended or not index
 
     def give_up(self) -> None:
-        """Write no further block; those that are not there could not be loaded."""
+        """Write no further block; missing blocks count as not loaded."""
         with self.lock:
             if any(self.left):
                 self.first_bad = 0
@@ -145,7 +145,7 @@ class StoresWorker(KVConnectorWorker):
         self._loads: dict[str, _LoadJob] = {}
         self._in_step: list[_LoadJob] = []
         self._saves: list[Save] = []
-        self._distrusted = 0  # steps whose blocks are not saved
+        self._distrusted = 0  # steps with blocks that are not saved
         self._errors: set[int] = set()
         self._ended: set[str] = set()
         self._answers = WorkerMessage()
@@ -181,7 +181,7 @@ class StoresWorker(KVConnectorWorker):
         return len(self._groups) > 1 and bool(self._in_step or self._saves)
 
     def start_load_kv(self, metadata: Jobs | None) -> None:
-        """Start the step's loads and lookups; remember what it saves."""
+        """Start the step's loads and lookups; remember its saves."""
         for job in self._in_step:  # of a step that failed; its blocks may be others' by now
             job.give_up()
         self._saves, self._in_step = [], []
@@ -197,7 +197,7 @@ class StoresWorker(KVConnectorWorker):
         for hashes in metadata.used:
             self._loaders.submit(functools.partial(self._note_use, hashes))
         for peer in {renewal.transfer.peer for renewal in metadata.renewals}:
-            renewals = [one for one in metadata.renewals if one.transfer.peer == peer]
+            renewals = [renewal for renewal in metadata.renewals if renewal.transfer.peer == peer]
             self._peers.renew(peer, functools.partial(self._renew, peer, renewals))
         if self._in_step and not self.wants_layers:
             self._wait_for(0)
@@ -224,14 +224,14 @@ class StoresWorker(KVConnectorWorker):
             self._saves = []
 
     def get_finished(self, ended: frozenset[str]) -> FinishedTransfers:  # noqa: ARG002
-        """Return the loads that have ended; publish what stores keep since the last step."""
+        """Return the loads that have ended; publish the changes of stores since the last step."""
         self._end_late()
         if self._events is not None:
             self._events.flush()
         with self._lock:
             for job in self._in_step:
                 if job.bad_blocks:
-                    # What is computed from them is wrong, here and in steps that are planned.
+                    # Results computed from them are wrong, here and in planned steps.
                     self._distrusted = Executor.MAX_CONCURRENT_BATCHES
                     self._errors.update(job.bad_blocks)
             self._in_step = []
@@ -249,20 +249,20 @@ class StoresWorker(KVConnectorWorker):
         return errors
 
     def cancel_loads(self, request_ids: Sequence[str]) -> None:
-        """Give up loads; what threads still read is dropped."""
+        """Give up loads; data that threads still read is dropped."""
         for request_id in request_ids:
             if (job := self._loads.get(request_id)) is not None:
                 job.give_up()
 
     def take_message(self) -> WorkerMessage | None:
-        """Return the blocks that were found, and those that could not be saved."""
+        """Return the blocks found, and the blocks that could not be saved."""
         with self._lock:
             answers, self._answers = self._answers, WorkerMessage()
         answers.unsaved, answers.unoffered = self._saver.take_left_out()
         return answers or None
 
     def evicted(self, store: str, keys: Sequence[bytes]) -> None:
-        """Note what a store does not keep any more."""
+        """Record that a store has evicted a block."""
         if self._events is not None:
             self._events.removed(store, keys)
 
@@ -274,7 +274,7 @@ class StoresWorker(KVConnectorWorker):
         return {tier.store.name: tier.totals() for tier in self._tiers} if changed else None
 
     def close(self) -> None:
-        """Store what is to be stored, as far as that does not take too long."""
+        """Store the pending blocks, as far as that does not take too long."""
         self.cancel_loads(list(self._loads))
         seconds = self._call_seconds
         for threads in (self._saver, self._loaders, self._peers):
@@ -325,7 +325,7 @@ class StoresWorker(KVConnectorWorker):
     ) -> None:
         """Fetch the first block, and the others if it is there.
 
-        So a request whose blocks are not there holds one thread, and only until the first answer.
+        So a request without its blocks holds one thread, and only until the first answer.
         """
         first, *others = tasks
         first()
@@ -415,7 +415,7 @@ class StoresWorker(KVConnectorWorker):
                 tier.note_use(keys)
 
     def _renew(self, peer: str, renewals: Sequence[Renewal]) -> None:
-        """Renew what a peer offers; of "" what this engine does."""
+        """Renew the offers of a peer, or of this engine if the peer is ""."""
         tier = self._tiers.peer_tier
         if tier is None:
             return
@@ -463,8 +463,8 @@ def _check_required(tiers: Tiers, required: Sequence[str], connector: str) -> No
     for name in required:
         if name not in by_name:
             raise ConfigError(
-                f"plugin.{connector}.required: no store is called {name!r}; those of "
-                f"kv_connector.stores are {', '.join(by_name)}"
+                f"plugin.{connector}.required: expected one of "
+                f"kv_connector.stores ({', '.join(by_name)}), got {name!r}"
             )
         if (reason := by_name[name].failure()) is not None:
             raise ConfigError(f"plugin.{connector}.required: KV store {name!r}: {reason}")

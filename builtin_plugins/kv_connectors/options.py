@@ -27,7 +27,7 @@ class StoresOptions(plugins.Options):
             when there is nothing else to store ("behind").
         layer_groups: parts that the layers are stored in, so that a step may begin before all of
             them are loaded; a divisor of the number of layers.
-        load_in_step: load what another engine offers within the step that needs it, a group of
+        load_in_step: load blocks of another engine within the step that needs them, a group of
             layers after the other, instead of before.
         timeout_seconds: time limit of each call of a store; at most half of
             `kv_connector.load_seconds`.

@@ -1,4 +1,4 @@
-"""The scheduler half of the connector "stores": decides what to look up, load and save."""
+"""The scheduler half of the connector "stores": decide which blocks to look up, load and save."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Running:
         block_ids: its table.
         num_saved: leading blocks that need not be saved any more.
         secret: under which its blocks are offered to another engine; None if they are stored.
-        offered: hashes of those that are offered.
+        offered: hashes of the offered ones.
         offers_all: whether none was left out, without which later ones are of no use.
         renew_at: when to renew the offers.
     """
@@ -76,7 +76,7 @@ class _Running:
 
 @dataclass(slots=True)
 class _Incoming:
-    """A request whose prompt another engine has computed, until its blocks are loaded.
+    """A request with a prompt computed by another engine, until its blocks are loaded.
 
     Attributes:
         renew_at: when to renew the offers.
@@ -88,7 +88,7 @@ class _Incoming:
 
 
 class StoresScheduler(KVConnectorScheduler):
-    """Asks the workers what is stored, and lets them load and save; calls no store itself."""
+    """Scheduler half: ask the workers for stored blocks, loads and saves; call no store itself."""
 
     def __init__(
         self, connector: KVConnectorContext, context: KVSchedulerContext, *, loads_in_step: bool
@@ -96,7 +96,7 @@ class StoresScheduler(KVConnectorScheduler):
         """Begin without requests.
 
         Args:
-            connector: whose configuration it has.
+            connector: owner of the configuration.
             loads_in_step: whether blocks that another engine offers are loaded in the step that
                 needs them, layers after layers, and not before.
         """
@@ -117,22 +117,24 @@ class StoresScheduler(KVConnectorScheduler):
         self._incoming: dict[str, _Incoming] = {}
         self._admitted: dict[str, Request] = {}
         self._loads_in_next: set[str] = set()  # requests that load in their first step
-        # A load in a step may fail in another rank, and what this one computes from it is wrong,
+        # A load in a step may fail in another rank, and results of this rank are wrong then,
         # also of requests that share the blocks: nothing is saved until that is certainly known.
         self._unsure_until = -1  # step
         self._saved: OrderedDict[bytes, None] = OrderedDict()
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:
-        """Take the peers that all workers can reach; forget what earlier workers had to do."""
+        """Set the peers that all workers can reach; forget the tasks of earlier workers."""
         self._queries.clear()
         self._saved.clear()
         self._jobs = Jobs()
         received = [msgspec.convert(data, Handshake) for data in handshakes]
-        if all(one.peers is not None for one in received):
-            self._peers = sorted(set.intersection(*(set(one.peers or ()) for one in received)))
+        if all(handshake.peers is not None for handshake in received):
+            self._peers = sorted(
+                set.intersection(*(set(handshake.peers or ()) for handshake in received))
+            )
 
     def check_request(self, request: EngineCoreRequest) -> None:
-        """Check the parameters of a transfer; remember to renew what waits for it.
+        """Check the parameters of a transfer; remember to renew the offers it waits for.
 
         Raises:
             RequestError: they are wrong.
@@ -184,10 +186,10 @@ class StoresScheduler(KVConnectorScheduler):
         self._jobs.lookups.append(Lookup(self._serial, list(hashes)))
 
     def _is_loading(self, block_hash: bytes, request_id: str) -> bool:
-        found = self._loading.get(block_hash)
-        if found is None or found[0] == request_id:
+        loading = self._loading.get(block_hash)
+        if loading is None or loading[0] == request_id:
             return False
-        if self._context.clock() > found[1]:
+        if self._context.clock() > loading[1]:
             del self._loading[block_hash]
             return False
         return True
@@ -195,7 +197,7 @@ class StoresScheduler(KVConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Load what was matched into the blocks."""
+        """Load the matched prefix into the blocks."""
         request_id = request.request_id
         self._admitted[request_id] = request
         matched = self._matched.pop(request_id, None)
@@ -219,12 +221,12 @@ class StoresScheduler(KVConnectorScheduler):
                 self._loading[block_hash] = request_id, until
 
     def load_ended(self, request_id: str, failed: bool) -> None:
-        """Let others look for what was loaded; what failed may be stored again."""
+        """Let others look up the loaded blocks; blocks that failed may be stored again."""
         if failed and self._jobs.loads:  # which no plan has taken
             self._jobs.loads = [job for job in self._jobs.loads if job.request_id != request_id]
         for block_hash in self._hashes_of.pop(request_id, ()):
-            found = self._loading.get(block_hash)
-            if found is not None and found[0] == request_id:
+            loading = self._loading.get(block_hash)
+            if loading is not None and loading[0] == request_id:
                 del self._loading[block_hash]
             if failed:
                 self._saved.pop(block_hash, None)
@@ -300,7 +302,7 @@ class StoresScheduler(KVConnectorScheduler):
                 self._remember(block_hash)
 
     def _note_use(self, request: Request, num_blocks: int) -> None:
-        """Let stores keep the first blocks of a request longer than those that come after them.
+        """Let stores keep the first blocks of a request longer than the later ones.
 
         A block that was stored before its successors would otherwise be replaced first, and they
         are of no use without it.
@@ -310,7 +312,7 @@ class StoresScheduler(KVConnectorScheduler):
             self._jobs.used.append(list(hashes[:num_blocks]))
 
     def _renew(self) -> None:
-        """Renew what is offered, here and in other engines, while requests need it."""
+        """Renew offers, here and in other engines, while requests need them."""
         now = self._context.clock()
         for running in self._running.values():
             if running.secret is not None and running.offered and now > running.renew_at:
@@ -333,7 +335,7 @@ class StoresScheduler(KVConnectorScheduler):
     def request_finished(
         self,
         request: Request,
-        block_ids: BlockIds,  # noqa: ARG002 - what is saved was copied in its step
+        block_ids: BlockIds,  # noqa: ARG002 - saved blocks were copied in their step
     ) -> tuple[bool, Mapping[str, Any] | None]:
         """Forget a request; return where its blocks are offered."""
         request_id = request.request_id
@@ -366,7 +368,7 @@ class StoresScheduler(KVConnectorScheduler):
             self._end_offer(secret, block_hash)
 
     def _end_offer(self, secret: bytes, block_hash: bytes) -> None:
-        running = next((one for one in self._running.values() if one.secret == secret), None)
+        running = next((offer for offer in self._running.values() if offer.secret == secret), None)
         if running is not None:
             running.offers_all = False
             if block_hash in running.offered:
@@ -377,7 +379,7 @@ class StoresScheduler(KVConnectorScheduler):
             self._saved.pop(block_hash, None)
 
     def plan_lost(self, metadata: Jobs) -> None:
-        """Ask again; what was to be saved is saved when it is computed again.
+        """Ask again; the saves of the lost plan follow when its blocks are computed again.
 
         Answers to earlier lookups may be lost as well. Loads are given up.
         """

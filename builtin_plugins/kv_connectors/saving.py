@@ -38,7 +38,7 @@ class Saver:
             key: called with a block's hash, group and secret.
             lease: seconds for which blocks are offered.
             open_threads: called with a name and a number of threads.
-            pools: for blocks that are stored, and for those that are offered.
+            pools: for stored blocks, and for offered blocks.
             report: called with a message if there is no room for an offer.
         """
         self._tiers, self._groups, self._key = tiers, groups, key
@@ -53,7 +53,7 @@ class Saver:
         self._changed = False
 
     def save(self, saves: Sequence[Save], group: int, cache: CacheBlocks) -> None:
-        """Copy the blocks of a group, first those that are offered, and let threads save them."""
+        """Copy the blocks of a group, offered ones first, and let threads save them."""
         began = time.monotonic()
         for save in sorted(saves, key=lambda save: save.secret is None):
             if save.secret is None:
@@ -81,12 +81,12 @@ class Saver:
         return changed
 
     def close(self, timeout: float) -> None:
-        """Save what is to be saved, as far as that does not take too long."""
+        """Save the pending blocks, as far as that does not take too long."""
         for threads in (self._offerers, self._savers, self._late_savers):
             threads.close(timeout)
 
     def _store(self, save: Save, group: int, cache: CacheBlocks, until: float) -> None:
-        """Let threads store blocks, but those for which there is no buffer."""
+        """Let threads store blocks, except the blocks without a buffer."""
         for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
             if (buffer := self._copy(cache, self._pool, block_id, group, until)) is None:
                 self._tiers.drop()
@@ -127,7 +127,7 @@ class Saver:
         self._saved(buffer, self._offer_pool)
 
     def _keep(self, block_hash: bytes, key: bytes, buffer: Buffer) -> None:
-        """Keep a block in all stores; with `write = "behind"`, in those after the first later."""
+        """Keep a block in all stores; with `write = "behind"`, later in the other stores."""
         self._tiers.begin(key, buffer.views)
         nearest, *others = self._tiers
         is_kept = nearest.keep(key, buffer.views)
@@ -135,8 +135,8 @@ class Saver:
             self._changed = True
 
         def keep_in_others() -> None:
-            kept = [tier.keep(key, buffer.views) for tier in others]
-            if not (is_kept or any(kept)):
+            results = [tier.keep(key, buffer.views) for tier in others]
+            if not (is_kept or any(results)):
                 self._not_saved([block_hash])
             self._saved(buffer, self._pool)
 
@@ -161,7 +161,7 @@ class Saver:
 
     def _no_room(self, hashes: Sequence[bytes], secret: bytes, hint: str) -> None:
         with self._lock:
-            is_known = any(secret == one for one, _ in self._unoffered)
+            is_known = any(secret == known for known, _ in self._unoffered)
         if not is_known:
             self._report(f"no room to offer the blocks of a prompt to another engine: {hint}")
         self._not_saved(hashes, secret)  # a caller that waits for them finds the reason

@@ -37,7 +37,7 @@ HEADER_BYTES = 128
 
 
 class BadBlockError(Exception):
-    """A block is not what was asked for; the message gives the reason."""
+    """A block is not the requested one; the message gives the reason."""
 
 
 def read_mac_key(file: str | None, path: str) -> bytes:
@@ -62,7 +62,7 @@ def read_mac_key(file: str | None, path: str) -> bytes:
 
 
 def write_header(buffer: BlockBuffer, key: bytes, generation: int, secret: bytes = b"") -> None:
-    """Write the header of a block whose layers are in the buffer.
+    """Write the header of a block after its layers are in the buffer.
 
     Args:
         buffer: the header, then the layers.
@@ -162,11 +162,11 @@ class CacheBlocks:
     @torch.inference_mode()  # as the cache may have been allocated, in another thread
     def write(self, block_id: int, layers: range, buffer: Buffer) -> None:
         """Copy a buffer into a block of the cache."""
-        for layer, found in zip(layers, buffer.layers, strict=True):
+        for layer, array in zip(layers, buffer.layers, strict=True):
             start = 0
             for view in self._caches[layer]:
                 end = start + view.shape[1]
-                view[block_id] = found[start:end]
+                view[block_id] = array[start:end]
                 start = end
 
 

@@ -1,4 +1,4 @@
-"""Threads that call stores, some of which may never return.
+"""Threads for calls of stores, which may never return.
 
 The worker half of the connector "stores" loads (moving.py) and saves (saving.py) in them, so that a
 store that hangs costs a thread and no step.
@@ -19,7 +19,7 @@ _MOST_STUCK = 8  # as often as there are threads; calls to a store that hangs en
 
 
 class TaskThreads:
-    """Runs tasks in a few threads; one that is stuck in a task is replaced."""
+    """Runs tasks in a few threads; a thread that is stuck in a task is replaced."""
 
     def __init__(
         self, name: str, count: int, timeout: float, report: Callable[[str], None]
@@ -28,7 +28,7 @@ class TaskThreads:
 
         Args:
             name: name of the threads.
-            count: maximum number of threads, without those that are stuck.
+            count: maximum number of threads, without stuck ones.
             timeout: seconds after which a task's thread is stuck.
             report: called with a message if a task raises.
         """
@@ -107,7 +107,7 @@ class TaskThreads:
         return not self._tasks and all(began is None for began in self._running.values())
 
     def close(self, timeout: float) -> None:
-        """End the threads, once they have run all tasks; those that are stuck are left behind."""
+        """End the threads after all tasks; stuck threads are left behind."""
         self.drain(timeout)
         with self._changed:
             self._closed = True
@@ -119,7 +119,7 @@ class TaskThreads:
 
 
 class PeerThreads:
-    """Some threads for each other engine, so that none delays what has nothing to do with it."""
+    """Threads for each other engine, so that no engine delays tasks of others."""
 
     def __init__(self, open_threads: Callable[[str, int], TaskThreads], count: int) -> None:
         """Start no thread yet.
@@ -145,6 +145,6 @@ class PeerThreads:
         self._renewers[peer].submit(task)
 
     def close(self, timeout: float) -> None:
-        """End the threads, once they have run all tasks; those that are stuck are left behind."""
+        """End the threads after all tasks; stuck threads are left behind."""
         for threads in (*self._renewers.values(), *self._fetchers.values()):
             threads.close(timeout)

@@ -25,14 +25,14 @@ from .staging import BadBlockError, check_block, copy_buffer, write_header
 _log = logging.getLogger("hardpoint")
 
 _KEY_BYTES = 32
-_MOST_LATE = 16  # futures, each of which keeps a buffer
+_MOST_LATE = 16  # futures; each keeps a buffer
 _T = TypeVar("_T")
 
 
 class CircuitBreaker:
     """Leaves out a store that keeps failing, for a while.
 
-    Failures are counted by method, since a store whose look-ups work may fail at every load.
+    Failures are counted by method, because a store with working look-ups may fail at every load.
     """
 
     def __init__(self, failures: int, seconds: float) -> None:
@@ -67,7 +67,7 @@ class CircuitBreaker:
                 self._trying.discard(method)
 
     def failed(self, method: str) -> bool:
-        """Record one that did not; return whether the store is left out from now on."""
+        """Record a failure; return whether the store is left out from now on."""
         with self._lock:
             was_open = self._is_open
             self._counts[method] += 1
@@ -77,12 +77,12 @@ class CircuitBreaker:
 
 
 class _BadAnswerError(Exception):
-    """A store has returned what it must not; the message describes it."""
+    """A store has returned an invalid result; the message describes it."""
 
 
 @dataclass(eq=False, slots=True)
 class _TierCall:
-    """A call that has not returned, or whose future is not done.
+    """A call that has not returned, or has a pending future.
 
     Attributes:
         began: when, on the monotonic clock.
@@ -118,7 +118,7 @@ class Tier:
             store: borrowed.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
-            events: reports what the store keeps; None if no events are published.
+            events: reports the contents of the store; None if no events are published.
             secret: for authentication codes, from `read_mac_key`.
         """
         self._secret = secret
@@ -136,31 +136,31 @@ class Tier:
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether the store reports that it has it."""
 
-        def answers(found: Any) -> list[bool]:
-            if not isinstance(found, Sequence) or isinstance(found, str | bytes):
-                raise _BadAnswerError(f"{shown(found)} for {len(keys)} keys")
-            answered = [bool(one) for one in itertools.islice(found, len(keys) + 1)]
+        def answers(result: Any) -> list[bool]:
+            if not isinstance(result, Sequence) or isinstance(result, str | bytes):
+                raise _BadAnswerError(f"{shown(result)} for {len(keys)} keys")
+            answered = [bool(is_stored) for is_stored in itertools.islice(result, len(keys) + 1)]
             if len(answered) != len(keys):
-                raise _BadAnswerError(f"{shown(found)} for {len(keys)} keys")
+                raise _BadAnswerError(f"{shown(result)} for {len(keys)} keys")
             return answered
 
-        found = self._call("lookup", lambda: self.store.lookup(keys), answers)
-        if found is None:
+        answer = self._call("lookup", lambda: self.store.lookup(keys), answers)
+        if answer is None:
             return [False] * len(keys)
-        hits = sum(found)
+        hits = sum(answer)
         self._count(hits=hits, misses=len(keys) - hits)
-        return found
+        return answer
 
     def failure(self) -> str | None:
         """Ask the store for a block that is not there; return why that failed."""
         failures: list[str] = []
-        asked = Tier(
+        probe = Tier(
             self.store,
             CircuitBreaker(1, self._timeout),
             self._timeout,
             lambda _name, message: failures.append(message),
         )
-        asked.lookup([bytes(_KEY_BYTES)])
+        probe.lookup([bytes(_KEY_BYTES)])
         return failures[0] if failures else None
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:
@@ -248,11 +248,11 @@ class Tier:
         self._call(method, lambda: getattr(self.store, method)(*args), lambda _: True)
 
     def note_use(self, keys: Sequence[bytes]) -> None:
-        """Let the store see that blocks are of use, those of one request in order."""
+        """Notify the store that blocks are of use, in the order of a request."""
         self._call("lookup", lambda: self.store.lookup(keys), lambda _: True)
 
     def end(self, method: str) -> None:
-        """Call `drain` or `close`, whatever has happened before; no step reports what fails."""
+        """Call `drain` or `close` despite earlier failures; no step reports a failure of it."""
         try:
             getattr(self.store, method)()
         except BaseException as cause:
@@ -294,7 +294,7 @@ class Tier:
         return result
 
     def _result(self, result: Any, call: _TierCall) -> Any:
-        """Return the result of a future; one that is not done in time keeps its call."""
+        """Return the result of a future; a future that takes too long keeps its call."""
         if not isinstance(result, Future):
             return result
         try:
@@ -346,22 +346,22 @@ def _checked_size(size: Any) -> int | None:
 def merge_lookups(
     keys: Sequence[bytes], lookups: Iterable[Callable[[Sequence[bytes]], Sequence[bool]]]
 ) -> list[bool]:
-    """Return for each key whether any store has it; each is asked for what those before lack."""
-    found = [False] * len(keys)
+    """Return for each key whether any store has it; ask each store for the keys still missing."""
+    results = [False] * len(keys)
     for lookup in lookups:
-        missing = [index for index, has in enumerate(found) if not has]
+        missing = [index for index, has in enumerate(results) if not has]
         if not missing:
             break
         for index, has in zip(missing, lookup([keys[i] for i in missing]), strict=True):
-            found[index] = has
-    return found
+            results[index] = has
+    return results
 
 
 class Tiers:
     """All stores, nearest first."""
 
     def __init__(self, tiers: Sequence[Tier], secret: bytes = b"") -> None:
-        """There is at least one; `secret` is that of authentication codes."""
+        """Require at least one tier; `secret`: secret of the authentication codes."""
         self._secret = secret
         self._tiers = list(tiers)
         self._generations = itertools.count(time.time_ns())
@@ -372,11 +372,11 @@ class Tiers:
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """Return how many leading keys some store has."""
-        found = merge_lookups(keys, [tier.lookup for tier in self._tiers])
-        return found.index(False) if False in found else len(keys)
+        results = merge_lookups(keys, [tier.lookup for tier in self._tiers])
+        return results.index(False) if False in results else len(keys)
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:
-        """Load a block from the nearest store that has it, and keep it in those before."""
+        """Load a block from the nearest store that has it, and keep it in all nearer ones."""
         for index, tier in enumerate(self._tiers):
             if tier.load(key, views):
                 for nearer in self._tiers[:index]:

@@ -1,4 +1,4 @@
-"""The `kv_transfer_params` of requests whose prompt one engine computes for another one."""
+"""The `kv_transfer_params` of disaggregated prefill: one engine computes the prompt for another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         do_remote_prefill: another engine has computed the prompt.
         remote_engine_id: id of that engine.
         transfer_token: the token that it gave.
-        num_tokens: length of the prompt, whose blocks it offers.
+        num_tokens: length of the prompt with the offered blocks.
     """
 
     do_remote_decode: bool = False
@@ -73,17 +73,17 @@ def read_params(
             f"got {request.params.n}"
         )
     source = {"remote_engine_id", "transfer_token", "num_tokens"}
-    given = {name for name in source if getattr(read, name) is not None}
+    fields = {name for name in source if getattr(read, name) is not None}
     if read.do_remote_decode:
-        if given:
-            raise RequestError(f"{path}.{min(given)}: not expected together with do_remote_decode")
+        if fields:
+            raise RequestError(f"{path}.{min(fields)}: not expected together with do_remote_decode")
         if not engine_id:
             raise RequestError(
                 f"{path}.do_remote_decode: this engine has no kv_connector.engine_id, by which the "
                 f"other one could name it"
             )
         return read
-    if missing := source - given:
+    if missing := source - fields:
         raise RequestError(f"{path}.{min(missing)}: expected together with do_remote_prefill")
     if read.remote_engine_id not in peers:
         raise RequestError(

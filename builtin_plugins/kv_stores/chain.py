@@ -18,7 +18,7 @@ from hardpoint.plugins.kv_store import BlockBuffer
 
 
 class ChainStore(KVStore):
-    """Loads a block from the nearest store that has it, and keeps it in those before.
+    """Loads a block from the nearest store that has it, and keeps it in all nearer ones.
 
     The connector "stores" does the same with several `kv_connector.stores`, checks each block
     before it is kept elsewhere, and has statistics of each. A chain is for other connectors, or for
@@ -87,12 +87,12 @@ class ChainStore(KVStore):
         """Keep a block in all of the stores."""
         if self.options.write == "through" or len(self._links) == 1:
             return self._keep(key, buffer, self._links)
-        kept = self._links[0].run("store", key, buffer)
-        return self._later.submit(key, buffer) or kept
+        is_stored = self._links[0].run("store", key, buffer)
+        return self._later.submit(key, buffer) or is_stored
 
     def _keep(self, key: bytes, buffer: BlockBuffer, links: Sequence[_Link]) -> bool:
-        kept = [link.run("store", key, buffer) for link in links]
-        return any(kept)
+        results = [link.run("store", key, buffer) for link in links]
+        return any(results)
 
     def load(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Read a block from the nearest store that has it."""
@@ -133,10 +133,10 @@ class _Link:
         self._store, self._breaker, self._context = store, breaker, context
 
     def lookup(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        found = self._call("lookup", keys)
-        if isinstance(found, Sequence) and len(found) == len(keys):
-            return [bool(has) for has in found]
-        if found is not None:
+        result = self._call("lookup", keys)
+        if isinstance(result, Sequence) and len(result) == len(keys):
+            return [bool(has) for has in result]
+        if result is not None:
             self._fail("lookup", f"lookup() of {len(keys)} keys did not return as many answers")
         return [False] * len(keys)
 

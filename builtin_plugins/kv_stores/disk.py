@@ -46,9 +46,9 @@ class DiskStore(KVStore):
         Attributes:
             path: path of a folder on a disk of this machine, for this store alone; it is made if it
                 is not there. Only this user may have access to it.
-            size_bytes: size of all files together, those of all engines and ranks that share the
+            size_bytes: size of all files together, of all engines and ranks that share the
                 path; equal for all of them. Blocks of each size have a file of their own. As one
-                grows, those that no engine uses are removed if there is no other room; those in use
+                grows, unused ones are removed if there is no other room; used ones
                 stay, and it may have an eighth of the size all the same.
         """
 
@@ -73,7 +73,7 @@ class DiskStore(KVStore):
         self._folder_path = path = Path(options.path).expanduser()
         self._files = contextlib.ExitStack()
         self._is_ready = False  # it is not while a full disk has no room for the index
-        self._lock = threading.Lock()  # of what follows, and of the slab's locks
+        self._lock = threading.Lock()  # guards the fields below, and the slab's locks
         self._writing: set[int] = set()
         self._victims: list[tuple[int, int]] = []
         self._slots = 0  # that there were when they were chosen
@@ -143,9 +143,9 @@ class DiskStore(KVStore):
             OSError: it cannot be read; it is dropped, so that it is stored again.
         """
         with self._call() as is_ready:
-            if not is_ready or self._is_gone() or (found := self._index.find(key)) is None:
+            if not is_ready or self._is_gone() or (entry := self._index.find(key)) is None:
                 return False
-            slot, sequence = found
+            slot, sequence = entry
             try:
                 is_read = self.slab.read(slot, buffer)
                 if self._is_gone():
@@ -168,7 +168,7 @@ class DiskStore(KVStore):
             return True
 
     def _is_right(self, slot: int, sequence: int, buffer: Sequence[memoryview]) -> bool:
-        """Return whether a block is the one that was stored, as it is found out once.
+        """Return whether a block is equal to the stored one; it is checked once.
 
         A power failure leaves damaged blocks, and all engines have ended then.
         """
@@ -180,7 +180,7 @@ class DiskStore(KVStore):
         return is_right
 
     def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
-        """Write a block, in the place of the one that was not used for longest.
+        """Write a block over the least recently used one.
 
         Nothing is written if the same bytes are there already.
         """
@@ -215,7 +215,7 @@ class DiskStore(KVStore):
     def _is_gone(self) -> bool:
         """Return whether the files are deleted or cut short, so that nothing is to be done there.
 
-        What is kept in deleted files would be gone unseen. A part of the index that is not there
+        Data in deleted files would be lost unnoticed. A missing part of the index
         must not be touched, so this is asked right before; only a cut in that very moment counts.
         """
         slab = self.slab
@@ -231,7 +231,7 @@ class DiskStore(KVStore):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks of this size that are there, those of all engines together."""
+        """Bytes of the stored blocks of this size, of all engines together."""
         with self._call() as is_ready:
             is_there = is_ready and not (self.slab.is_deleted or self.slab.is_cut)
             return self._index.used * self.context.block_bytes if is_there else 0
@@ -272,10 +272,10 @@ class DiskStore(KVStore):
         with self._changing() as may_change:
             if not may_change:
                 return None
-            found = self._index.find(key)
-            if found is not None and self._index.checksum(found[0]) == checksum:
-                self._index.touch(found[0])
-                self._checked[found[0]] = 0  # somebody may have found it damaged
+            entry = self._index.find(key)
+            if entry is not None and self._index.checksum(entry[0]) == checksum:
+                self._index.touch(entry[0])
+                self._checked[entry[0]] = 0  # somebody may have found it damaged
                 return -1
             slot = self._free_slot()
             if slot is not None:
@@ -360,7 +360,7 @@ class DiskStore(KVStore):
         self._store_at = time.monotonic() + _RETRY_SECONDS
         self._report("write", f"no block is saved: {cause}")
 
-    def _report(self, what: str, message: str) -> None:
-        if what not in self._reported:
-            self._reported.add(what)
+    def _report(self, problem: str, message: str) -> None:
+        if problem not in self._reported:
+            self._reported.add(problem)
             self.context.report_fault(f"plugin.{self.name}.path: {message}")

@@ -26,7 +26,7 @@ class RefusedError(Exception):
 
 
 class DamagedError(RefusedError):
-    """A file is not what it should be, but may be replaced."""
+    """A file has invalid contents, but may be replaced."""
 
 
 class LockTimeoutError(RefusedError):
@@ -41,8 +41,8 @@ def file_system_bytes(path: Path) -> int:
     """
     while not path.exists() and path != path.parent:
         path = path.parent
-    found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_blocks * status.f_frsize
 
 
 def open_folder(path: str | Path, within: int | None = None) -> int:
@@ -72,7 +72,7 @@ def open_file(name: str, within: int, flags: int = 0) -> int:
     Args:
         name: name of the file.
         within: descriptor of its folder.
-        flags: flags of `os.open` besides those for reading and writing.
+        flags: flags of `os.open` besides reading and writing.
 
     Raises:
         RefusedError: it is a symbolic link, or not a file, or others can use it.
@@ -95,14 +95,14 @@ def _open(path: str | Path, flags: int, within: int | None) -> int:
 
 
 def _checked(descriptor: int, path: str | Path, mode: int) -> int:
-    """Return a descriptor; close it if others can use what it is of."""
-    found = os.fstat(descriptor)
-    actual = stat.S_IMODE(found.st_mode)
+    """Return a descriptor; close it if other users can use its file."""
+    status = os.fstat(descriptor)
+    actual = stat.S_IMODE(status.st_mode)
     wrong = None
-    if mode == 0o600 and not stat.S_ISREG(found.st_mode):
+    if mode == 0o600 and not stat.S_ISREG(status.st_mode):
         wrong = "is not a file"
-    elif found.st_uid != os.geteuid():
-        wrong = f"belongs to user {found.st_uid}, and not to this process's, {os.geteuid()}"
+    elif status.st_uid != os.geteuid():
+        wrong = f"belongs to user {status.st_uid}, and not to this process's, {os.geteuid()}"
     elif actual & ~mode & 0o777:
         wrong = f"has mode {actual:04o}: others may use it; `chmod {mode:o}` would do"
     if wrong is None:
@@ -122,7 +122,7 @@ class FileLocks:
         self._descriptor = descriptor
 
     def try_lock(self, number: int, *, shared: bool = False) -> bool:
-        """Lock, or change a lock's kind; return whether no one else has one that forbids it."""
+        """Lock, or change the kind of a lock; return False if another lock forbids it."""
         try:
             self._set(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, number)
         except (BlockingIOError, PermissionError):

@@ -4,8 +4,8 @@
 
 The first four have an item per slot of the slab, so that the place of a block is never read from
 the file: it follows from the number of its slot. `cells` is a hash table with buckets of 16 cells,
-each the number of a slot and 32 bits of the hash of the key there. A cell is only a hint: what
-counts is the slot's own key, and a sequence that is not 0. So a process may be killed between any
+each the number of a slot and 32 bits of the hash of the key there. A cell is only a hint: the
+slot's own key decides, and a sequence that is not 0. So a process may be killed between any
 two writes:
 
 - a slot that is being written has the sequence 0, and is no block;
@@ -63,7 +63,7 @@ def _num_buckets(table: int) -> int:
 class SlabIndex:
     """The index, mapped.
 
-    What is in the file may be anything: sizes are checked when it is opened, and numbers of slots
+    The file may contain anything: sizes are checked when it is opened, and numbers of slots
     when they are used.
 
     Attributes:
@@ -120,7 +120,7 @@ class SlabIndex:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file is as long as what is mapped; to touch more would end the process."""
+        """Whether the file is as long as its mapping; a read beyond its end kills the process."""
         return self._map.size() >= len(self._map)
 
     @property
@@ -135,7 +135,7 @@ class SlabIndex:
 
     @property
     def used(self) -> int:
-        """Number of slots with a block; wrong by those that were changed by killed processes."""
+        """Number of slots with a block; inexact after killed processes."""
         return min(self._items[_USED], self.slots)
 
     # Readers
@@ -153,7 +153,7 @@ class SlabIndex:
     def find_all(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are there, and note that they were used now, the first one last.
 
-        A block is of use only with those before it, so the last ones are to be replaced first.
+        A block is of use only with the earlier ones, so the last ones are to be replaced first.
         """
         items = _key_items(keys)
         hashes = _hash_all(items)
@@ -162,12 +162,14 @@ class SlabIndex:
         matches = ((rows >> np.uint64(32)) == (hashes >> np.uint64(32))[:, None]) & (places >= 0)
         columns = matches.argmax(axis=1)[:, None]
         slots = np.take_along_axis(places, columns, axis=1)[:, 0]
-        found = np.take_along_axis(matches, columns, axis=1)[:, 0] & (slots < self.slots)
-        slots[~found] = 0
-        found &= (self._sequence_array[slots] != 0) & (self._key_array[slots] == items).all(axis=1)
-        (hits,) = found.nonzero()
+        is_present = np.take_along_axis(matches, columns, axis=1)[:, 0] & (slots < self.slots)
+        slots[~is_present] = 0
+        is_present &= (self._sequence_array[slots] != 0) & (self._key_array[slots] == items).all(
+            axis=1
+        )
+        (hits,) = is_present.nonzero()
         self._time_array[slots[hits]] = time.time_ns() - hits
-        return [bool(one) for one in found.tolist()]
+        return [bool(present) for present in is_present.tolist()]
 
     def sequence(self, slot: int) -> int:
         """Return the sequence of the block in a slot; 0 if there is none."""
@@ -227,7 +229,7 @@ class SlabIndex:
         return key
 
     def publish(self, slot: int, key: bytes, checksum: int) -> bytes | None:
-        """Record that a block is in a reserved slot; one that has its key is not found any more.
+        """Record that a block is in a reserved slot; replace an earlier block with its key.
 
         Returns:
             Key of a block that was dropped because no cell was left.
@@ -250,7 +252,7 @@ class SlabIndex:
         return dropped
 
     def _cell_for(self, bucket: int, tag: int) -> tuple[int, bytes | None]:
-        """Return the cell for a key: its old one, or a free one, or that of the oldest block.
+        """Return the cell for a key: its old cell, a free one, or the cell of the oldest block.
 
         This block is dropped then; its key is the second item.
         """
@@ -289,7 +291,7 @@ class SlabIndex:
         self.slots = min(slots, self.slots)
 
     def repair(self) -> None:
-        """Free what a killed process has reserved, count, and correct times yet to come."""
+        """Free the slots that killed processes reserved, count, and correct times in the future."""
         times, now = self._time_array[: self.slots], time.time_ns()
         times[times > now] = now
         free = self._sequence_array[: self.slots] == 0

@@ -117,7 +117,7 @@ class Slab:
             os.close(descriptor)
         if index.slots * self._slot_bytes > os.fstat(self._file).st_size:
             index.close()
-            raise DamagedError(f"{_name(self._block_bytes)}/slab is shorter than its index says")
+            raise DamagedError(f"{_name(self._block_bytes)}/slab is shorter than its index")
         return index
 
     def _prepared(self) -> SlabIndex:
@@ -221,7 +221,7 @@ class Slab:
         return self.index.slots < self.capacity
 
     def grow(self) -> None:
-        """Allocate some more slots; the caller is the one that may change the index.
+        """Allocate more slots; only the caller may change the index.
 
         Raises:
             LockTimeoutError: others are opening, growing or removing slabs.
@@ -252,9 +252,9 @@ class Slab:
             Whether all together are as large as they may be then, and the size of the others.
         """
         room = self._size_bytes - slab_bytes - index_bytes(table_size(self.wanted))
-        found = sorted(_others(self._folder, _name(self._block_bytes)))
-        others = sum(size for _used, size, _name in found)
-        for _used, size, name in found:
+        slabs = sorted(_others(self._folder, _name(self._block_bytes)))
+        others = sum(size for _used, size, _name in slabs)
+        for _used, size, name in slabs:
             if others <= room:
                 break
             if _remove(self._folder, name):
@@ -282,21 +282,21 @@ def _changing(folder: int, seconds: float) -> Iterator[None]:
         locks.close()
 
 
-def _others(folder: int, own: str) -> Iterator[tuple[float, int, str]]:
+def _others(folder: int, own_name: str) -> Iterator[tuple[float, int, str]]:
     """Yield when each other slab was used, the size of its files, and the name of its folder.
 
-    The files have no holes: what is not written yet is allocated.
+    The files have no holes: unwritten parts are allocated.
     """
     for name in os.listdir(folder):
-        if not name.startswith(_PREFIX) or name == own:
+        if not name.startswith(_PREFIX) or name == own_name:
             continue
         with contextlib.suppress(OSError, RefusedError), _opened_folder(name, folder) as opened:
-            found = {}
+            statuses = {}
             for file in _FILES:  # a killed process may not have made all
                 with contextlib.suppress(FileNotFoundError):
-                    found[file] = os.stat(file, dir_fd=opened, follow_symlinks=False)
-            used = found["lock"].st_mtime if "lock" in found else 0.0
-            yield used, sum(status.st_size for status in found.values()), name
+                    statuses[file] = os.stat(file, dir_fd=opened, follow_symlinks=False)
+            used = statuses["lock"].st_mtime if "lock" in statuses else 0.0
+            yield used, sum(status.st_size for status in statuses.values()), name
 
 
 def _remove(folder: int, name: str) -> bool:

@@ -24,7 +24,7 @@ class MemoryStore(KVStore):
     """Keeps the blocks that were used last, up to a size.
 
     The memory is reserved at start, and divided into places of one block. A copy is made outside of
-    the lock: a place that is read is not given to another block, and one that is written has no key
+    the lock: a place being read is not given to another block, and a place being written has no key
     yet.
     """
 
@@ -55,17 +55,17 @@ class MemoryStore(KVStore):
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are there, and note that they are used, the first one last.
 
-        A block is of use only with those before it, so the last ones are to be replaced first.
+        A block is of use only with the earlier ones, so the last ones are to be replaced first.
         """
         with self._lock:
-            found = [key in self._keys for key in keys]
-            for key, is_there in zip(reversed(keys), reversed(found), strict=True):
+            results = [key in self._keys for key in keys]
+            for key, is_there in zip(reversed(keys), reversed(results), strict=True):
                 if is_there:
                     self._keys.move_to_end(key)
-        return found
+        return results
 
     def store(self, key: bytes, buffer: BlockBuffer) -> bool:
-        """Copy a block, in the place of the one that was not used for longest."""
+        """Copy a block over the least recently used one."""
         with self._lock:
             place = self._places.enter_free()
             dropped = None
@@ -156,7 +156,7 @@ class _Places:
                 f"allocate, {available} bytes; make it smaller, or the KV cache"
             )
         self._memory = _Memory(path, count * self._block_bytes, pin=context.pin_memory)
-        self._count, self._used = count, 0  # places that were never used follow those that were
+        self._count, self._used = count, 0  # unused places follow the used ones
         self._free: list[int] = []
         self._entered: dict[int, int] = {}  # number of copies from or to a place
         self._forgotten: set[int] = set()  # places that are free once nothing is copied
@@ -252,7 +252,7 @@ class _Memory:
         self._pinned = True
 
     def close(self) -> None:
-        """Return it; what follows the first time does nothing."""
+        """Return the memory; further calls do nothing."""
         if self._pinned:
             _cudart().cudaHostUnregister(self.array.ctypes.data)
             self._pinned = False

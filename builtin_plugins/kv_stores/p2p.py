@@ -42,7 +42,7 @@ from .p2p_server import BlockServer
 
 Socket = zmq.Socket[bytes]
 
-_MOST_REMEMBERED = 1 << 16  # keys of which it is known who has them
+_MOST_REMEMBERED = 1 << 16  # keys with a known owner
 _ANSWERS_PER_CLIENT = 64  # that wait to be sent; a client that does not read loses others
 _MOST_ANSWER_BYTES = 4096  # of one without a block
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 3000
@@ -67,8 +67,8 @@ class PeerToPeerStore(PeerKVStore):
                 which several engines of one program need (`parallel.data`).
             peers: addresses of other engines by `kv_connector.engine_id`, with the same names in
                 them; this engine's own id is passed over, so that all may have the same table.
-            public_keys: public keys of other engines by id; those with tcp addresses need one, and
-                at a tcp address only these may ask.
+            public_keys: public keys of other engines by id; at tcp addresses they need one, and
+                at a tcp address only these may connect.
             secret_key_file: with the secret key of this engine, which tcp needs; owned by the user
                 or root, and with mode 0600 or 0640.
             size_bytes: size of all blocks together, in each rank.
@@ -122,7 +122,9 @@ class PeerToPeerStore(PeerKVStore):
             if is_tcp(address) and name not in keys:
                 raise ConfigError(f"{table}.public_keys: expected one of {name!r}, at {address}")
         if is_tcp(listen) and not keys:
-            raise ConfigError(f"{table}.public_keys: expected those of who may ask at {listen}")
+            raise ConfigError(
+                f"{table}.public_keys: expected the keys of peers that may connect to {listen}"
+            )
         self._pool = PeerBlocks(self._capacity(), context.report_evicted)
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._lock = threading.Lock()
@@ -159,10 +161,10 @@ class PeerToPeerStore(PeerKVStore):
         path, file = f"plugin.{self.name}.secret_key_file", self.options.secret_key_file
         if file is not None:
             return read_key_pair(file, path)
-        if found := next(filter(is_tcp, addresses), None):
+        if address := next(filter(is_tcp, addresses), None):
             raise ConfigError(
-                f"{path}: expected a file, for {found} has no other protection; ipc:///PATH needs "
-                f"none"
+                f"{path}: expected a file, got none. {address} has no other protection; use "
+                "ipc:///PATH to listen without keys"
             )
         return None
 
@@ -230,13 +232,13 @@ class PeerToPeerStore(PeerKVStore):
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are here or at a peer; all peers are asked at the same time."""
-        found = [key in self._pool for key in keys]
-        missing = [index for index, is_there in enumerate(found) if not is_there]
+        results = [key in self._pool for key in keys]
+        missing = [index for index, is_there in enumerate(results) if not is_there]
         for some in _batches(missing):
             where = self._look_up([keys[index] for index in some])
             for index, client in zip(some, where, strict=True):
-                found[index] = client is not None
-        return found
+                results[index] = client is not None
+        return results
 
     def _look_up(self, keys: Sequence[bytes]) -> list[PeerClient | None]:
         clients, question = list(self._clients.values()), Has(list(keys))
@@ -251,9 +253,9 @@ class PeerToPeerStore(PeerKVStore):
             if len(flags) == len(keys):
                 where = [client if flag else old for flag, old in zip(flags, where, strict=True)]
         with self._lock:
-            for key, found in zip(keys, where, strict=True):
-                if found is not None:
-                    self._where[key] = found
+            for key, peer in zip(keys, where, strict=True):
+                if peer is not None:
+                    self._where[key] = peer
                     self._where.move_to_end(key)
             while len(self._where) > _MOST_REMEMBERED:
                 self._where.popitem(last=False)
@@ -341,7 +343,7 @@ class PeerToPeerStore(PeerKVStore):
 
 
 def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield what there is for each key, as many at a time as a message may have keys."""
+    """Yield items in batches, each as large as a message may be."""
     for start in range(0, len(items), KEYS_PER_MESSAGE):
         yield items[start : start + KEYS_PER_MESSAGE]
 

@@ -87,7 +87,7 @@ def is_ipv6(address: str) -> bool:
 class SocketPlace:
     """The place of an ipc socket, which is locked so that no other store takes it.
 
-    The lock is that of a file next to the socket; it ends with the process.
+    The lock belongs to a file next to the socket; it ends with the process.
     """
 
     def __init__(self, address: str, path: str) -> None:
@@ -98,7 +98,7 @@ class SocketPlace:
             path: path of the setting, for messages.
 
         Raises:
-            ConfigError: others can reach what is in the folder, or a process listens there already.
+            ConfigError: others can reach files in the folder, or a process listens there already.
         """
         self._file = Path(address.removeprefix("ipc://"))
         self._lock_file = self._file.with_name(f"{self._file.name}.lock")
@@ -157,20 +157,20 @@ class SocketPlace:
             self._descriptor = None
 
     def release(self) -> None:
-        """Remove the socket and the lock; what follows the first time does nothing."""
+        """Remove the socket and the lock; further calls do nothing."""
         if self._descriptor is not None:
             self._file.unlink(missing_ok=True)
         self._unlock()
 
 
 def _folder_fault(folder: Path) -> str:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         return f"expected a folder, not a link, at {str(folder)!r}"
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         return (
             f"expected a folder that only this user can enter (chmod 700), got {str(folder)!r} "
-            f"with mode {stat.S_IMODE(found.st_mode):o} of user {found.st_uid}"
+            f"with mode {stat.S_IMODE(status.st_mode):o} of user {status.st_uid}"
         )
     return ""
 
@@ -185,10 +185,10 @@ def has_socket(address: str) -> bool:
     try:
         if fault := _folder_fault(file.parent):
             raise PermissionError(f"{address!r}: {fault}")
-        found = file.lstat()
+        status = file.lstat()
     except FileNotFoundError:
         return False
-    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
         raise PermissionError(f"{address!r} is no socket of this user")
     return True
 

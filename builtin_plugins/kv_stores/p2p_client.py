@@ -56,7 +56,7 @@ class PeerExchange:
         self.payload: zmq.Frame | None = None
 
     def advance(self, connected_by: float, until: float) -> bool:
-        """Send and receive what can be now; return whether the exchange has ended."""
+        """Send and receive without waiting; return whether the exchange has ended."""
         try:
             if not self.is_sent:
                 self.socket.send_multipart(self._frames, zmq.NOBLOCK)
@@ -150,7 +150,7 @@ class PeerClient:
             self._changed.notify_all()
 
     def notify(self, question: Question) -> None:
-        """Send what has no answer, if there is room for it; wait for nothing."""
+        """Send a message without an answer if there is room for it; never wait."""
         with self._changed:
             self._check_open()
             if self._notifier is None:
@@ -188,7 +188,7 @@ class PeerClient:
         self._silent_until = time.monotonic() + self._retry_seconds
 
     def _report_loss(self, reason: str) -> None:
-        message = f"peer {self._name!r}: {reason}; what it has is computed here"
+        message = f"peer {self._name!r}: {reason}; its blocks are computed here"
         self._report_fault(message)
 
     def failed(self, message: str) -> None:
@@ -242,16 +242,16 @@ def ask(
 
 def _run(exchanges: Sequence[PeerExchange], connected_by: float, until: float) -> None:
     """Let exchanges end, each with an answer or without; or none if the store is closed."""
-    going = [one for one in exchanges if not one.advance(connected_by, until)]
+    going = [exchange for exchange in exchanges if not exchange.advance(connected_by, until)]
     while going and not any(exchange.client.is_closed for exchange in exchanges):
         poller = zmq.Poller()
-        for one in going:
-            poller.register(one.socket, zmq.POLLIN if one.is_sent else zmq.POLLOUT)
-        ends = min(until if one.is_sent else connected_by for one in going)
+        for exchange in going:
+            poller.register(exchange.socket, zmq.POLLIN if exchange.is_sent else zmq.POLLOUT)
+        ends = min(until if exchange.is_sent else connected_by for exchange in going)
         wait = min(max(ends - time.monotonic(), 0.0), _SLICE_S)
         ready = dict(poller.poll(math.ceil(wait * 1000)))
-        for one in list(going):
-            if one.socket not in ready and one.has_lost_peer():
-                one.client.fell_silent()
-                going.remove(one)
-        going = [one for one in going if not one.advance(connected_by, until)]
+        for exchange in list(going):
+            if exchange.socket not in ready and exchange.has_lost_peer():
+                exchange.client.fell_silent()
+                going.remove(exchange)
+        going = [exchange for exchange in going if not exchange.advance(connected_by, until)]

@@ -53,7 +53,7 @@ class Take(_Question, frozen=True):
 
 
 class Renew(_Question, frozen=True):
-    """Keep what is offered for longer; this has no answer."""
+    """Keep an offer for longer; this message has no answer."""
 
     keys: _Keys
 

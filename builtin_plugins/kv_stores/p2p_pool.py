@@ -1,4 +1,4 @@
-"""The blocks that an engine keeps for itself and others, and those that it offers once."""
+"""Blocks that an engine keeps for itself and others, and its single-use offers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PeerBlocks:
             return block
 
     def keep(self, key: bytes, buffer: BlockBuffer) -> bool:
-        """Keep a block in the place of an older one, or of those that were not used for longest."""
+        """Keep a block instead of an older one, or of the least recently used ones."""
         if len(self._offers) >= self._capacity:
             return False
         block = bytes(buffer.whole)
@@ -95,7 +95,7 @@ class PeerBlocks:
         return evicted
 
     def offered(self, key: bytes) -> bytes | None:
-        """Return a block whose lease has not ended."""
+        """Return an offered block before its lease ends."""
         with self._lock:
             offer = self._offers.get(key)
             if offer is None:
@@ -129,7 +129,7 @@ class PeerBlocks:
                     offer.until = now + offer.seconds
 
     def sweep(self) -> None:
-        """Drop the offers whose lease has ended."""
+        """Drop the offers with an expired lease."""
         now = time.monotonic()
         with self._lock:
             while self._ends and self._ends[0][0] <= now:

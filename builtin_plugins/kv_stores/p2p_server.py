@@ -40,8 +40,8 @@ class _Waiting:
 class BlockServer:
     """Answers questions from a pool, in a thread that owns the socket.
 
-    A client that does not read its answers loses them, and one whose questions are no questions
-    gets none; no one waits for it.
+    A client that does not read its answers loses them. Invalid questions get no answer. The server
+    waits for no client.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BlockServer:
         Args:
             listening: ROUTER socket, bound; owned from now on.
             keys: bound to ZeroMQ's authentication, where clients need keys; owned from now on.
-            allowed: public keys of those that may ask, in Z85.
+            allowed: public keys of the clients that may connect, in Z85.
             pool: borrowed.
             identity: identity of the pool's blocks.
             report_fault: called if the thread fails.
@@ -94,8 +94,8 @@ class BlockServer:
     def _run(self) -> None:
         sockets = [self._listening] if self._keys is None else [self._listening, self._keys]
         poller = zmq.Poller()
-        for one in (*sockets, self._wake_receiver):
-            poller.register(one, zmq.POLLIN)
+        for zmq_socket in (*sockets, self._wake_receiver):
+            poller.register(zmq_socket, zmq.POLLIN)
         try:
             while not self._closing:
                 ready = dict(poller.poll(math.ceil(self._timeout() * 1000)))
@@ -111,8 +111,8 @@ class BlockServer:
             _log.error("blocks are not given to other engines any more", exc_info=error)
             self._report_fault(f"blocks are not given to other engines any more: {error}")
         finally:
-            for one in sockets:
-                one.close(linger=0)
+            for zmq_socket in sockets:
+                zmq_socket.close(linger=0)
 
     def _timeout(self) -> float:
         """Return the seconds until something has to be looked after."""

@@ -31,9 +31,9 @@ _NOT_WRITABLE = ("MISCONF", "NOREPLICAS")
 
 
 class RedisStore(KVStore):
-    """Keeps blocks in a Redis server, or one that speaks its protocol, for many engines.
+    """Keeps blocks in a Redis server, or a compatible server, for many engines.
 
-    How much the server keeps, and what it drops first, is its own configuration: `maxmemory` and
+    The server's own configuration decides its size and its eviction: `maxmemory` and
     `maxmemory-policy allkeys-lru`.
     """
 
@@ -46,7 +46,7 @@ class RedisStore(KVStore):
             url: `redis://HOST:PORT/DB`, `rediss://HOST:PORT/DB` for TLS, or `unix:///PATH`;
                 without user and password.
             username: user of an access control list; None is the default user.
-            password_file: whose text is the password; owned by the user or root, and not readable
+            password_file: file with the password; owned by the user or root, and not readable
                 by others. It is read for each new connection.
             password_env: environment variable that holds the password, instead.
             ssl_ca_certs: file of certificates that the server's is checked with, besides the
@@ -143,7 +143,7 @@ class RedisStore(KVStore):
             "socket_timeout": options.timeout_seconds,
             "socket_connect_timeout": options.connect_timeout_seconds,
             "socket_read_size": _READ_BYTES,
-            # That of hiredis copies each value twice.
+            # The parser of hiredis copies each value twice.
             "command_packer": connection.PythonRespSerializer(_COPIED_BYTES, encoder.encode),
         }
         if options.password_file is not None or options.password_env is not None:
@@ -254,7 +254,7 @@ class RedisStore(KVStore):
         return True
 
     def close(self) -> None:
-        """Close the connections; those that are in use, once they are not."""
+        """Close the connections; connections in use are closed after their use."""
         self._closed = True
         self._pool.disconnect(inuse_connections=False)
 
@@ -284,7 +284,7 @@ def _import_library() -> Any:
 
 
 def _check_url(url: str) -> None:
-    """Check what the library would pass over: it takes any text for a number of a database.
+    """Check the database number: the library would accept any text.
 
     Raises:
         ValueError: it is no URL of a server. The message does not repeat it, since a password may

@@ -46,12 +46,12 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     folder = path.parent
     if folder.is_dir() and not path.exists():
-        names = sorted(found.name for found in folder.iterdir())
-        what = f"a model's directory has one, found {', '.join(names[:8]) or 'no file'}"
+        names = sorted(file.name for file in folder.iterdir())
+        hint = f"a model's directory has one, found {', '.join(names[:8]) or 'no file'}"
         if "adapter_config.json" in names:
-            what = "this is an adapter (LoRA), which is no model of its own"
+            hint = "this is an adapter (LoRA), which is no model of its own"
         raise ModelError(
-            f"{folder.name}/{path.name} cannot be read: No such file or directory; {what}"
+            f"{folder.name}/{path.name} cannot be read: No such file or directory; {hint}"
         )
     return read_json(path)
 

@@ -74,7 +74,7 @@ class DummyLoader(WeightLoader):
             ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
             for name, shape in shapes.items():
                 # The C library keeps the memory that other threads allocate and free.
-                with torch.inference_mode(mode=False):  # which those threads are not in
+                with torch.inference_mode(mode=False):  # as in the other threads
                     empty = torch.empty(*shape)
                 ahead.append((name, pool.submit(self._fill, name, empty, std)))
                 if len(ahead) > threads:

@@ -25,12 +25,12 @@ def regular_file(path: Path, where: str) -> Path:
     try:
         if path.is_file():
             return path
-        found = "something else, a directory or a pipe for example" if path.exists() else None
+        kind = "something else, a directory or a pipe for example" if path.exists() else None
     except (OSError, ValueError) as cause:  # the name is too long, for example
         raise ModelError(f"{where}: expected a file, got an invalid path: {cause}") from cause
-    if found is None:
+    if kind is None:
         raise ModelError(f"{where} cannot be read: No such file or directory")
-    raise ModelError(f"{where}: expected a regular file, got {found}")
+    raise ModelError(f"{where}: expected a regular file, got {kind}")
 
 
 def refuse_missing(files: ModelFiles, names: Iterable[str]) -> None:
@@ -54,12 +54,12 @@ def fingerprint(paths: Iterable[Path]) -> str | None:
         stats = [(path.resolve(), path.stat()) for path in paths]
     except (OSError, RuntimeError, ValueError):
         return None
-    # The time of change is the system's own; that of modification can be set to any value.
+    # The time of change is the system's own; the time of modification can be set to any value.
     return "; ".join(f"{p} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for p, s in stats)
 
 
 def refuse_pickle(name: str, where: str) -> None:
-    """Refuse a file whose format is a pickle, by its name.
+    """Reject a pickle file, by its name.
 
     Raises:
         ModelError: it is one.
@@ -141,7 +141,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refusing_damage(where: str) -> Iterator[None]:
-    """Turn what libraries raise over a damaged file into a ModelError."""
+    """Turn errors of libraries over a damaged file into a ModelError."""
     try:
         yield
     except (HardpointError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -32,7 +32,7 @@ from .gguf_architectures import (
 from .gguf_file import GGUFFile, open_gguf
 from .gguf_tensors import DTYPES, StoredTensor, stored_tensor
 
-_ENCODER = "clip"  # what llama.cpp's converter writes apart, as mmproj-*.gguf
+_ENCODER = "clip"  # written separately by llama.cpp's converter, as mmproj-*.gguf
 _ROPE_FACTORS = "rope_freqs.weight"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _MOST_PARTS = 1000
@@ -41,12 +41,12 @@ _ENDS = frozenset(
     | {"<|end_of_text|>", "<EOT>", "<end_of_utterance>", "<|return|>", "<|call|>", "<|user|>"}
     | {"<|observation|>"}
 )
-"""Tokens that end a turn or a text, found by what they are: metadata often lacks them."""
+"""Tokens that end a turn or a text, found by their kind: metadata often lacks them."""
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 class GGUFLoader(WeightLoader):
-    """Reads models of the architectures in `ARCHITECTURES`, quantised or not."""
+    """Reads models of the architectures in `ARCHITECTURES`, quantized or not."""
 
     contract = 1
 
@@ -101,20 +101,20 @@ class GGUFLoader(WeightLoader):
         """Yield the weights in `shapes` in file order: blocks that a scheme reads, else float32.
 
         Raises:
-            ModelError: a tensor's quantisation is unknown.
+            ModelError: a tensor's quantization is unknown.
         """
         return self.cut_weights(shapes, {})
 
     def cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        """Yield the same, of those in `cuts` the part that is needed.
+        """Yield the same weights, of cut weights only the needed part.
 
         No more is read than the blocks that the part touches, and of permuted matrices the heads.
         Of blocks that the part divides, the whole rows are yielded.
 
         Raises:
-            ModelError: a tensor's quantisation is unknown, or a weight to be cut has another shape.
+            ModelError: a tensor's quantization is unknown, or a weight to be cut has another shape.
         """
         hf = self.config().hf
         heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf["num_key_value_heads"]}
@@ -149,12 +149,12 @@ class GGUFLoader(WeightLoader):
         """Return the hash of the file, or of its parts.
 
         Raises:
-            ModelError: it is another one than was opened, whose weights are those of the model.
+            ModelError: it is another file than the opened one, which has the weights of the model.
         """
-        found = " ".join(map(hash_file, self._paths))
+        hashes = " ".join(map(hash_file, self._paths))
         if self.fingerprint() is None:
             raise ModelError(f"{self._source}: the file was replaced after it was opened")
-        return found
+        return hashes
 
     def fingerprint(self) -> str | None:
         """Return names, sizes and times of the parts; None if one is another than was opened."""
@@ -170,7 +170,7 @@ class GGUFLoader(WeightLoader):
 
     @cached_property
     def _paths(self) -> list[Path]:
-        """The file, and the further parts of one that is split.
+        """The file, and the further parts of a split file.
 
         Raises:
             ModelError: it is not the first part, or its name has another form.
@@ -224,15 +224,15 @@ class GGUFLoader(WeightLoader):
         experts = self._file.scalar(f"{self._name}.expert_count", int)
         window = self._file.scalar(f"{self._name}.attention.sliding_window", int)
         gating = self._file.scalar(f"{self._name}.expert_gating_func", int)
-        found = architecture_of(
+        architecture = architecture_of(
             self._name, bool(experts), bool(window), by_sigmoid=gating == SIGMOID_GATING
         )
-        if experts and "expert_count" not in found.fields:
+        if experts and "expert_count" not in architecture.fields:
             raise ModelError(
                 f"{self._source}: {self._name}.expert_count: mixtures of experts are not "
                 f"supported, got {experts}"
             )
-        return found
+        return architecture
 
     def _refuse_changes(self, head_size: int) -> None:
         neutral = {**NEUTRAL, "attention.value_length": (head_size,), **self._architecture.neutral}
@@ -260,10 +260,12 @@ class GGUFLoader(WeightLoader):
                 is_expert = ".experts." in name
                 self._check_stack(tensor, "expert_count" if is_expert else "attention.head_count")
                 parts = {name.replace("*", str(i)): m for i, m in enumerate(tensor.split())}
-            for own, part in parts.items():
-                if own in shapes:
-                    is_row = len(part.shape) == 1 and len(shapes[own]) == 2  # stored as a vector
-                    yield own, part.as_matrix() if is_row else part
+            for stored_name, part in parts.items():
+                if stored_name in shapes:
+                    is_row = (
+                        len(part.shape) == 1 and len(shapes[stored_name]) == 2
+                    )  # stored as a vector
+                    yield stored_name, part.as_matrix() if is_row else part
 
     def _check_stack(self, tensor: StoredTensor, key: str) -> None:
         """Check the shape of a tensor of all experts or heads of a block, of matrices or of biases.
@@ -283,11 +285,11 @@ class GGUFLoader(WeightLoader):
             )
 
     def _fields(self) -> dict[str, Any]:
-        """Return the config's fields that metadata has, and those that follow from them.
+        """Return the config's fields from metadata, and fields derived from them.
 
-        Fields are checked whose invalid values would silently give a different model.
+        Fields are checked if invalid values would silently give a different model.
         """
-        found, prefix = dict[str, Any](), f"{self._source}: {self._name}"
+        fields, prefix = dict[str, Any](), f"{self._source}: {self._name}"
         for key, (name, kind) in self._architecture.all_fields().items():
             value = self._file.scalar(f"{self._name}.{key}", kind)
             if name == "sliding_window" and value == 0:  # as converters of Phi-3 write "none"
@@ -296,20 +298,20 @@ class GGUFLoader(WeightLoader):
                 raise ModelError(f"{prefix}.{key}: missing")
             if value is None:
                 continue
-            found[name] = value
+            fields[name] = value
             if kind is int and (value or key not in MAY_BE_ZERO):
                 limits = {"at_most": MOST_EXPERTS} if key == "expert_count" else {}
                 ConfigFields({key: value}, prefix).whole(key, **limits)
-        heads = found["num_attention_heads"]
-        found.setdefault("num_key_value_heads", heads)
-        found.setdefault("head_dim", max(found["hidden_size"] // heads, 1))
+        heads = fields["num_attention_heads"]
+        fields.setdefault("num_key_value_heads", heads)
+        fields.setdefault("head_dim", max(fields["hidden_size"] // heads, 1))
         blocks = {match[1] for name in self._tensors if (match := BLOCK.fullmatch(name))}
-        if found["num_hidden_layers"] > len(blocks):
+        if fields["num_hidden_layers"] > len(blocks):
             raise ModelError(
                 f"{prefix}.block_count: expected {len(blocks)}, the number of blocks that have "
-                f"tensors, got {found['num_hidden_layers']}"
+                f"tensors, got {fields['num_hidden_layers']}"
             )
-        return found
+        return fields
 
     def _rope(self, head_size: int) -> dict[str, Any]:
         """Return Hugging Face's `rope_parameters`."""
@@ -380,7 +382,7 @@ class GGUFLoader(WeightLoader):
             name: self._positive(f"{prefix}.yarn_{name}") for name in ("beta_fast", "beta_slow")
         }
         if multiplier := self._file.scalar(f"{prefix}.yarn_log_multiplier", float):
-            # Converters multiply it by 0.1, and leave out that of cosines, which is the same.
+            # Converters multiply it by 0.1, and leave out the factor of cosines, which is the same.
             values["mscale"] = values["mscale_all_dim"] = multiplier / 0.1
         if kind != "yarn":
             return {}
@@ -388,15 +390,15 @@ class GGUFLoader(WeightLoader):
         return {**self._architecture.yarn, **stated}
 
     def _eos(self) -> list[int]:
-        """Return the tokens that end an answer: those that metadata names, then others by text."""
+        """Return the tokens that end an answer: first from metadata, then by text."""
         keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-        found = [i for key in keys for i in token_ids(self._file.value(key), key, self._source)]
+        ids = [i for key in keys for i in token_ids(self._file.value(key), key, self._source)]
         texts = self._file.strings("tokenizer.ggml.tokens")
         # In harmony, as of gpt-oss, a message ends with <|end|>, and an answer has several.
         ends = _ENDS - {"<|end|>"} if "<|return|>" in texts else _ENDS
         rows = self._tensors[EMBEDDING].shape[0]
-        found += [number for number, text in enumerate(texts[:rows]) if text in ends]
-        return list(dict.fromkeys(found))
+        ids += [number for number, text in enumerate(texts[:rows]) if text in ends]
+        return list(dict.fromkeys(ids))
 
     def _dtype(self) -> str | None:
         kinds = {tensor.kind for tensor in self._tensors.values() if len(tensor.shape) > 1}
@@ -404,5 +406,5 @@ class GGUFLoader(WeightLoader):
 
 
 def _of(number: int, count: int) -> tuple[str, str]:
-    """Return the number of a part and that of all, as names of files have them."""
+    """Return the number of a part and the number of all parts, from a file name."""
     return f"{number:05}", f"{count:05}"

@@ -1,7 +1,7 @@
 """The model of a GGUF file: architectures, metadata and names of tensors.
 
-The names are those of llama.cpp (gguf-py's constants.py); what converters change and models assume
-is in its convert_hf_to_gguf.py and src/llama-model.cpp.
+The names come from llama.cpp (gguf-py's constants.py); conversions and assumptions of models
+are in its convert_hf_to_gguf.py and src/llama-model.cpp.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ _WHOLE_NAMES = (
 )
 """Of tensors that are no `weight` or `bias` of a layer."""
 MOST_EXPERTS = 1024
-"""Of a block, each of which has matrices of its own; llama.cpp has room for 512."""
+"""Of a block, each with matrices of its own; llama.cpp has room for 512."""
 SIGMOID_GATING = 2
 """Value of `expert_gating_func`."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -176,7 +176,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "router_logit_softcapping": (0,),
     "use_parallel_residual": (False,),
 }
-"""Metadata that changes what models compute, and the values that change nothing, by key.
+"""Metadata that changes the results of models, and the neutral values, by key.
 
 Files with other values are refused, unless the key is one of the architecture's fields.
 """
@@ -200,12 +200,12 @@ class Architecture:
         derive: returns the fields that no metadata has, of a config with the others.
         is_permuted: whether rows of q and k are permuted within each head.
         rotates_part: whether a part of each head may be rotated.
-        norm_offset: what is added to the weights of norms.
-        restored: what restores tensors that are changed otherwise, by the end of their names.
+        norm_offset: number added to the weights of norms.
+        restored: functions that restore other changed tensors, by the end of their names.
         window_theta: base frequency of layers with a sliding window, unless the file has one; 0 is
-            that of the others, None is for architectures with one set of parameters for all.
+            the value of the others, None is for architectures with one set of parameters for all.
         yarn: parameters of YaRN that no metadata has.
-        neutral: instead of those in `NEUTRAL`, which are of most architectures.
+        neutral: instead of `NEUTRAL`, which fits most architectures.
     """
 
     name: str
@@ -269,7 +269,7 @@ def _without_predicting_blocks(config: Fields) -> Fields:
 
 
 def _qwen3_next(config: Fields) -> Fields:
-    # The parts of `in_proj_qkvz`, which has those of a key head together, are tensors of their own.
+    # The parts of `in_proj_qkvz`, stacked by key head, are separate tensors.
     derived = {"norm_topk_prob": True, "splits_in_proj_qkvz": True, "partial_rotary_factor": 1.0}
     derived |= _without_predicting_blocks(config)
     heads, values = config.get("linear_num_value_heads"), config.get("linear_value_size")
@@ -289,7 +289,7 @@ def _granite(config: Fields) -> Fields:
 def _latent_attention(config: Fields) -> Fields:
     """Return the sizes of latent attention.
 
-    The lengths of keys and values are those of heads in files that have none under another name,
+    Lengths of keys and values are lengths of heads in files that have none under another name,
     of latents in newer ones.
     """
     rope = config.get("qk_rope_head_dim", config["head_dim"])
@@ -529,11 +529,10 @@ _WITH_WINDOW = {
 def architecture_of(
     name: str, has_experts: bool, has_window: bool = False, by_sigmoid: bool = False
 ) -> Architecture:
-    """Return one of `ARCHITECTURES`, or another one whose files are called the same.
+    """Return an entry of `ARCHITECTURES`, or an entry with the same name in files.
 
-    Those of Mixtral are called "llama" and have experts, those of Mistral "llama" and those of
-    OLMo 3 "olmo2" and have a window, those of DeepSeek-V3 "deepseek2" and choose experts by a
-    sigmoid.
+    Mixtral is called "llama" and has experts. Mistral is "llama" and OLMo 3 "olmo2", both with a
+    window. DeepSeek-V3 is "deepseek2" and chooses experts by a sigmoid.
     """
     if name == "deepseek2" and by_sigmoid:
         return _DEEPSEEK3

@@ -38,7 +38,7 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
     # The library makes a numpy object of every element of an array, which takes seconds for a
     # vocabulary; here an array is one part, and its strings are decoded when they are asked for.
     #
-    # `fingerprint` is that of the file before it was opened.
+    # `fingerprint` belongs to the file before it was opened.
 
     def __init__(self, path: Path) -> None:
         """Read the header.
@@ -67,7 +67,7 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
         self._data = np.asarray(mapped)  # slices of the memory map itself are slow and large
 
     def give_back(self, part: np.ndarray[Any, Any]) -> None:
-        """Give the system the memory of a part; what is used again is read again.
+        """Give the system the memory of a part; it is read again on the next use.
 
         A part of another file is left alone.
         """
@@ -116,8 +116,8 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
             return []
         if field.types != [gguf.GGUFValueType.ARRAY, string]:
             raise self._wrong(key, "an array of strings", f"type {field.types[-1].name}")
-        found: list[str] = self.value(key)
-        return found
+        strings: list[str] = self.value(key)
+        return strings
 
     def numbers(self, key: str) -> list[float]:
         """Return a metadata field that is an array of numbers; an empty list if it is missing.
@@ -130,11 +130,11 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
             return []
         if len(field.types) < 2 or field.types[1] == gguf.GGUFValueType.STRING:
             raise self._wrong(key, "an array of numbers", f"type {field.types[-1].name}")
-        found: list[float] = self.value(key)
-        return found
+        numbers: list[float] = self.value(key)
+        return numbers
 
-    def _wrong(self, key: str, expected: str, found: str) -> ModelError:
-        return ModelError(f"{self._name}: {key}: expected {expected}, got {found}")
+    def _wrong(self, key: str, expected: str, actual: str) -> ModelError:
+        return ModelError(f"{self._name}: {key}: expected {expected}, got {actual}")
 
     def _get(
         self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
@@ -188,8 +188,8 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
 
     def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[Any]]:
         _check_count("tensors", int(count), _MAX_TENSORS)
-        found: tuple[int, list[Any]] = super()._build_tensor_info(offs, count)
-        return found
+        result: tuple[int, list[Any]] = super()._build_tensor_info(offs, count)
+        return result
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
         total = 0
@@ -215,9 +215,9 @@ class _UnknownTypeError(ValueError):
         )
 
 
-def _check_count(what: str, count: int, limit: int) -> None:
+def _check_count(noun: str, count: int, limit: int) -> None:
     if count > limit:
-        raise ValueError(f"expected at most {limit} {what}, got {count}")
+        raise ValueError(f"expected at most {limit} {noun}, got {count}")
 
 
 def _tensor_bytes(name: str, dims: list[int], raw_type: int) -> int:

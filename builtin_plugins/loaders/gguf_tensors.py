@@ -42,14 +42,14 @@ _SCHEMES = {
     _KINDS.TQ2_0: "tq2_0",
     _KINDS.MXFP4: "mxfp4_gguf",
 }
-"""The schemes that read blocks; those of other types are dequantised here."""
+"""The schemes that read blocks; blocks of other types are dequantized here."""
 DTYPES = {_KINDS.F32: "float32", _KINDS.F16: "float16", _KINDS.BF16: "bfloat16"}
 """Types of plain numbers."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, of which nothing has been read.
+    """A tensor in a file, before anything is read.
 
     Attributes:
         label: names file and tensor in messages.
@@ -90,11 +90,11 @@ class StoredTensor:
         """Return it or a part of it: blocks that a scheme reads, else float32.
 
         No more is read than the blocks that the part touches, and of permuted matrices the heads.
-        Whole rows are returned of blocks that the part divides, or of which it has several parts.
+        Whole rows are returned of blocks that the part divides, or that it has in several parts.
 
         Args:
             cut: the part; None is all.
-            head_size: head size of q or k, whose rows llama.cpp has permuted within each head; else
+            head_size: head size of q or k, with rows permuted by llama.cpp within each head; else
                 None.
         """
         scheme = self._scheme
@@ -117,8 +117,8 @@ class StoredTensor:
         first, last = cut.start // self._block, -(-cut.stop // self._block)
         part = self.data[..., first * self._width : last * self._width]
         start = cut.start - first * self._block
-        found = self._dequantize(np.ascontiguousarray(part))
-        return found[..., start : start + cut.stop - cut.start]
+        numbers = self._dequantize(np.ascontiguousarray(part))
+        return numbers[..., start : start + cut.stop - cut.start]
 
     @property
     def _scheme(self) -> str | None:
@@ -169,8 +169,8 @@ class StoredTensor:
     def _dequantize(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
         with refusing_damage(self.label):
             array = gguf.quants.dequantize(_with_long_rows(data), self.kind)
-            own = array.flags.writeable and array.base is None
-            flat = torch.from_numpy(array if own else array.copy())
+            is_owned = array.flags.writeable and array.base is None
+            flat = torch.from_numpy(array if is_owned else array.copy())
         return flat.reshape(*data.shape[:-1], -1)
 
 
@@ -181,8 +181,8 @@ def stored_tensor(tensor: gguf.ReaderTensor, source: str) -> StoredTensor:
 
 
 def _with_long_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Reshape quantised blocks into fewer, longer rows."""
-    # The library dequantises 16 rows at a time.
+    """Reshape quantized blocks into fewer, longer rows."""
+    # The library dequantizes 16 rows at a time.
     if data.ndim == 1 or data.dtype != np.uint8:
         return data
     count, width = math.prod(data.shape[:-1]), data.shape[-1]

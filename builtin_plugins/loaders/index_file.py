@@ -40,7 +40,7 @@ def read_index(folder: Path) -> dict[str, str]:
 def former_names(
     names: Iterable[str], read_present: Callable[[], Container[str]]
 ) -> dict[str, str]:
-    """Return the names that weights have in files, of those that have others there.
+    """Return the names of weights in files, for weights with other names there.
 
     Args:
         names: names of weights.
@@ -48,8 +48,8 @@ def former_names(
     """
     may_differ = [name for name in names if name.startswith((_VISION, *_BODIES))]
     present = read_present() if may_differ else ()
-    found = {name: former_name(name, present) for name in may_differ if name not in present}
-    return {name: former for name, former in found.items() if former is not None}
+    former = {name: former_name(name, present) for name in may_differ if name not in present}
+    return {name: former for name, former in former.items() if former is not None}
 
 
 def former_name(name: str, present: Container[str]) -> str | None:
@@ -65,7 +65,7 @@ def former_name(name: str, present: Container[str]) -> str | None:
 
 
 def module_of(name: str) -> str:
-    """Return the name of a tensor's module, also of one that belongs to its weight."""
+    """Return the name of a tensor's module, also for a tensor that belongs to a weight."""
     module, below, _ = name.partition(".weight.")
     return module if below else name.rpartition(".")[0]
 
@@ -76,7 +76,7 @@ def last_of(name: str) -> str:
 
 
 def scheme_of(hf: Mapping[str, Any], where: str) -> str | None:
-    """Return the scheme of quantised weights, a component's name; None if they are not quantised.
+    """Return the scheme of quantized weights, a component's name; None if they are not quantized.
 
     Raises:
         ModelError: config.json does not name it.
@@ -87,10 +87,10 @@ def scheme_of(hf: Mapping[str, Any], where: str) -> str | None:
         return method.lower().replace("-", "_")
     # Of transformers, of MLX, and of early llm-compressor.
     for name in ("quantization_config", "quantization", "compression_config"):
-        if (found := hf.get(name)) is not None:
+        if (settings := hf.get(name)) is not None:
             raise ModelError(
-                f"{where}/config.json: {name}: safetensors that are quantised without a "
+                f"{where}/config.json: {name}: safetensors that are quantized without a "
                 f"quant_method are not supported, expected none (bfloat16, float16 or float32 "
-                f"weights), a quant_method such as awq, or a .gguf file; got {short(found)}"
+                f"weights), a quant_method such as awq, or a .gguf file; got {short(settings)}"
             )
     return None

@@ -1,4 +1,4 @@
-"""A model of which there are config.json and the index of its weights, but no weights."""
+"""A model with a config.json and the index of its weights, but without weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .stacked_experts import ARCHITECTURES, stacked_places
 class OutlineLoader(WeightLoader):
     """Describes a model by its config.json and the index of its weights, if there is one.
 
-    The path is a directory. `hardpoint models` uses it where the weights are not there; what asks
-    for them gets an error.
+    The path is a directory. `hardpoint models` uses it if the weights are missing; access to
+    weights raises an error.
     """
 
     contract = 1
@@ -44,7 +44,7 @@ class OutlineLoader(WeightLoader):
         """Return the configuration in config.json.
 
         Raises:
-            ModelError: config.json is missing or invalid, or states that matrices are quantised
+            ModelError: config.json is missing or invalid, or states that matrices are quantized
                 where no index names them.
         """
         config = read_model_config(self._folder / "config.json")
@@ -59,8 +59,8 @@ class OutlineLoader(WeightLoader):
     def formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
         """Return how the files would store the weights in `shapes`.
 
-        Those that are not quantised are in the dtype of config.json; the quantised ones share what
-        is left of the index's `total_size`. Empty if config.json states no dtype.
+        Weights that are not quantized have the dtype of config.json; the quantized ones share
+        the rest of the index's `total_size`. Empty if config.json states no dtype.
 
         Raises:
             ModelError: the index lacks weights, or its `total_size` is no number that fits.
@@ -77,12 +77,14 @@ class OutlineLoader(WeightLoader):
             if name not in quantized
         }
         if quantized and config.quantization is not None:
-            rest = self._total_size() - sum(found.num_bytes for found in formats.values())
+            rest = self._total_size() - sum(
+                stored_format.num_bytes for stored_format in formats.values()
+            )
             share = rest / sum(sizes[name] for name in quantized)
             if not 0 < share <= 1:
                 raise ModelError(
                     f"{self._folder.name}/{INDEX}: metadata.total_size: {rest} bytes would be left "
-                    f"for {len(quantized)} quantised matrices, expected some, and fewer than in "
+                    f"for {len(quantized)} quantized matrices, expected some, and fewer than in "
                     f"{config.dtype}"
                 )
             formats |= {
@@ -109,7 +111,7 @@ class OutlineLoader(WeightLoader):
     def _quantized(self, shapes: Mapping[str, Sequence[int]]) -> set[str]:
         """Return the matrices that have other tensors in the index than a weight and a bias.
 
-        Those of experts may be in tensors of all experts of a layer, as of the safetensors loader.
+        Experts may be in tensors of all experts of a layer, as in the safetensors loader.
 
         Raises:
             ModelError: the index lacks weights.
@@ -126,8 +128,8 @@ class OutlineLoader(WeightLoader):
         quantized = {name for name, place in stacked.items() if place.has_codes}
         for name, shape in shapes.items():
             module, _, last = former.get(name, name).rpartition(".")
-            found = parts.get(module, set()) - {"bias"}
-            if last == "weight" and len(shape) == 2 and found not in (set(), {"weight"}):
+            suffixes = parts.get(module, set()) - {"bias"}
+            if last == "weight" and len(shape) == 2 and suffixes not in (set(), {"weight"}):
                 quantized.add(name)
         stored = (name for name in shapes if name not in quantized and name not in stacked)
         refuse_missing(
@@ -142,6 +144,6 @@ class OutlineLoader(WeightLoader):
         if not isinstance(size, int) or size < 1:
             raise ModelError(
                 f"{self._folder.name}/{INDEX}: metadata.total_size: expected the bytes of all "
-                f"tensors, of which the quantised ones have a part, got {short(size)}"
+                f"tensors, including the quantized ones, got {short(size)}"
             )
         return size

@@ -77,7 +77,7 @@ class SafetensorsLoader(WeightLoader):
 
         Raises:
             ModelError: config.json is missing or invalid, does not state how the checkpoint is
-                quantised, or a shard is missing or truncated.
+                quantized, or a shard is missing or truncated.
         """
         path = self.context.files.path
         config = read_model_config(path / "config.json")
@@ -100,9 +100,9 @@ class SafetensorsLoader(WeightLoader):
     def cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        """Yield the same, of those in `cuts` the part that is needed; no more of them is read.
+        """Yield the same weights, of cut weights only the needed part; read no more of them.
 
-        Matrices that are quantised are yielded whole, once all of their tensors are there.
+        Matrices that are quantized are yielded whole, once all of their tensors are there.
 
         Raises:
             ModelError: a shard is missing or truncated, or a weight to be cut has another shape.
@@ -123,7 +123,7 @@ class SafetensorsLoader(WeightLoader):
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         quantized = self._quantized(shapes)
         owners = {name: owner for owner, names in quantized.items() for name in names}
-        found: dict[str, dict[str, torch.Tensor]] = {owner: {} for owner in quantized}
+        parts: dict[str, dict[str, torch.Tensor]] = {owner: {} for owner in quantized}
         missing = dict.fromkeys([*(name for name in shapes if name not in quantized), *owners])
         for shard in self._shards():
             with self._open(shard) as file:
@@ -135,11 +135,11 @@ class SafetensorsLoader(WeightLoader):
                         if owner is None:
                             tensor = _read(file, name, shapes, cuts)
                         else:
-                            found[owner][last_of(name)] = file.get_tensor(name)
+                            parts[owner][last_of(name)] = file.get_tensor(name)
                     if owner is None:
                         yield name, tensor
-                    elif len(found[owner]) == len(quantized[owner]):
-                        yield owner, self._stored(owner, shapes[owner], found.pop(owner))
+                    elif len(parts[owner]) == len(quantized[owner]):
+                        yield owner, self._stored(owner, shapes[owner], parts.pop(owner))
 
     def formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
         """Return how the shards store the weights in `shapes`, by their headers.
@@ -148,14 +148,14 @@ class SafetensorsLoader(WeightLoader):
             ModelError: a shard is missing or truncated, a weight is missing, or has a dtype that
                 torch has not.
         """
-        found: dict[str, WeightFormat] = {}
+        formats: dict[str, WeightFormat] = {}
         if self._experts is not None:
             places = self._experts.places(shapes)
-            found = self._experts.formats(places, shapes, _outline)
+            formats = self._experts.formats(places, shapes, _outline)
             shapes = {name: shape for name, shape in shapes.items() if name not in places}
         former = self._former_names(shapes)
         others = self._formats({former.get(name, name): shape for name, shape in shapes.items()})
-        return found | {name: others[former.get(name, name)] for name in shapes}
+        return formats | {name: others[former.get(name, name)] for name in shapes}
 
     def _formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
         quantized = self._quantized(shapes)
@@ -184,20 +184,20 @@ class SafetensorsLoader(WeightLoader):
         return formats
 
     def _refuse_codes(self, missing: Sequence[str]) -> None:
-        """Refuse weights in whose place there are others, as of matrices that are quantised."""
+        """Reject weights with codes in their place, as of quantized matrices."""
         modules = {module_of(name): name for name in missing if last_of(name) == "weight"}
         for stored in sorted(self._present):
             if (name := modules.get(module_of(stored))) and last_of(stored) != "bias":
                 raise self._unstated(f"{name} is missing, and {stored} is there")
 
-    def _unstated(self, what: str) -> ModelError:
+    def _unstated(self, problem: str) -> ModelError:
         return ModelError(
-            f"{self.context.files.name}/config.json: {what}: expected a quantization_config with a "
-            f"quant_method, which says how the weights are quantised, got none"
+            f"{self.context.files.name}/config.json: {problem}: expected a quantization_config "
+            f"with a quant_method for the quantized weights, got none"
         )
 
     def _former_names(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """Return the names of weights in the files, of those that had other names before."""
+        """Return the earlier names of weights in the files."""
         return former_names(shapes, lambda: self._present)
 
     @functools.cached_property
@@ -221,12 +221,12 @@ class SafetensorsLoader(WeightLoader):
         return [*self._shards(), *index]
 
     def _quantized(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
-        """Return the names of the tensors of each quantised matrix.
+        """Return the names of the tensors of each quantized matrix.
 
         It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
         next to `q_proj.weight` or in its place, some of them below it
-        (`q_proj.weight.absmax`); or a weight of whole numbers, whose scheme states
-        what it lacks.
+        (`q_proj.weight.absmax`); or a weight of whole numbers, with a scheme that states
+        the missing part.
         """
         if self._quantization is None:
             return {}
@@ -321,8 +321,8 @@ class IndexedFile:
 
     def keys(self) -> list[str]:
         """Return the names of its tensors."""
-        assigned, own = self._assigned, self._name
-        return [name for name in self._file.keys() if assigned.get(name, own) == own]  # noqa: SIM118
+        assigned, shard = self._assigned, self._name
+        return [name for name in self._file.keys() if assigned.get(name, shard) == shard]  # noqa: SIM118
 
     def get_slice(self, name: str) -> Any:
         """Return a tensor that is read in parts."""
@@ -349,14 +349,14 @@ def _outline(file: Any, name: str, shard: Path) -> torch.Tensor:
     Raises:
         ModelError: torch has no such dtype.
     """
-    found = file.get_slice(name)
-    dtype = _DTYPES.get(found.get_dtype())
+    tensor = file.get_slice(name)
+    dtype = _DTYPES.get(tensor.get_dtype())
     if dtype is None:
         raise ModelError(
-            f"{shard.parent.name}/{shard.name}: {name}: the dtype {found.get_dtype()} is not "
+            f"{shard.parent.name}/{shard.name}: {name}: the dtype {tensor.get_dtype()} is not "
             f"supported, expected one of {', '.join(_DTYPES)}"
         )
-    return torch.empty(found.get_shape(), dtype=dtype, device="meta")
+    return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
 
 
 def _check_vocabulary(file: Any, config: ModelConfig, where: str) -> None:

@@ -1,9 +1,9 @@
-"""Experts of safetensors checkpoints whose matrices are stacked in one tensor per layer.
+"""Experts of safetensors checkpoints with stacked matrices, one tensor per layer.
 
 gpt-oss has `X.experts.gate_up_proj` [experts, hidden, 2 * width], the columns of gate and up in
 turn, and `X.experts.down_proj` [experts, width, hidden]; with `_bias`, [experts, rows]. In MXFP4
 they are `_blocks` [experts, rows, columns / 32, 16] and `_scales` [experts, rows, columns / 32].
-Qwen3.5 has `X.experts.gate_up_proj` [experts, 2 * width, hidden], the rows of gate before those of
+Qwen3.5 has `X.experts.gate_up_proj` [experts, 2 * width, hidden], the rows of gate before rows of
 up, and `X.experts.down_proj` [experts, hidden, width]. Qwen3-VL has these with the last two
 dimensions swapped, unless transformers 5 has written it.
 Models ask for `X.experts.0.gate_proj.weight` and so on.
@@ -45,7 +45,7 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": StackedLayout(),
     "Qwen3_5MoeForConditionalGeneration": StackedLayout(),
 }
-"""Architectures whose checkpoints have stacked experts, and their forms."""
+"""Architectures with stacked experts in checkpoints, and their forms."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _STACKED = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", None)}
 """The stacked tensor of a matrix, and which of the two it is there."""
@@ -62,7 +62,7 @@ class ExpertLocation:
         tensors: names of the stacked tensors that have it: one, or blocks and scales.
         expert: index in their first dimension.
         half: which of two matrices it is; None if there is one.
-        alternates: whether the rows of the two come in turn; else those of one after the other's.
+        alternates: whether the rows of the two come in turn; else one after the other.
         is_transposed: whether its rows are the last dimension there; None if their sizes show it.
     """
 
@@ -74,11 +74,11 @@ class ExpertLocation:
 
     @property
     def has_codes(self) -> bool:
-        """Whether it is quantised."""
+        """Whether it is quantized."""
         return len(self.tensors) > 1
 
     def of(self, stacked: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return it of what a stacked tensor has of the expert.
+        """Return the matrix from the expert's part of a stacked tensor.
 
         Args:
             stacked: the part of the expert.
@@ -104,15 +104,15 @@ class ExpertLocation:
 def stacked_places(
     names: Iterable[str], present: Container[str], form: StackedLayout
 ) -> dict[str, ExpertLocation]:
-    """Return the places of those weights that are stacked.
+    """Return the places of the stacked weights.
 
     Args:
         names: names of weights.
         present: names of the tensors in the files.
         form: form of the stacked tensors.
     """
-    found = {name: _place(name, present, form) for name in names if name not in present}
-    return {name: place for name, place in found.items() if place is not None}
+    places = {name: _place(name, present, form) for name in names if name not in present}
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def _place(name: str, present: Container[str], form: StackedLayout) -> ExpertLocation | None:
@@ -145,7 +145,7 @@ class StackedExperts:
 
         Args:
             shards: paths of the files.
-            scheme: scheme of the checkpoint's matrices; None if they are not quantised.
+            scheme: scheme of the checkpoint's matrices; None if they are not quantized.
             form: form of the stacked tensors.
         """
         self._open, self._scheme, self._form = open_shard, scheme, form
@@ -155,7 +155,7 @@ class StackedExperts:
                 self._shard_of |= dict.fromkeys(file.keys(), shard)
 
     def places(self, names: Iterable[str]) -> dict[str, ExpertLocation]:
-        """Return the places of those weights that are stacked."""
+        """Return the places of the stacked weights."""
         return stacked_places(names, self._shard_of, self._form)
 
     def read(
@@ -164,9 +164,9 @@ class StackedExperts:
         shapes: Mapping[str, Sequence[int]],
         cuts: Mapping[str, Cut],
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        """Yield weights, cut; those that are quantised whole.
+        """Yield weights, cut; quantized weights are whole.
 
-        What tensors have of an expert is read once, for all weights that it has.
+        The tensors of an expert are read once, for all its weights.
 
         Raises:
             ModelError: a tensor is damaged, or another one than the model's.
@@ -177,12 +177,15 @@ class StackedExperts:
         for (tensors, expert), owners in together.items():
             parts = [self._of_expert(tensor, expert) for tensor in tensors]
             for name, place in owners.items():
-                own = [place.of(part, shapes[name]) for part in parts]
-                if len(own) > 1:
-                    yield name, self._stored(name, shapes[name], own)
+                expert_parts = [place.of(part, shapes[name]) for part in parts]
+                if len(expert_parts) > 1:
+                    yield name, self._stored(name, shapes[name], expert_parts)
                     continue
-                cut = needed_part(name, own[0].shape, shapes, cuts)
-                yield name, (own[0] if cut is None else cut.of(own[0])).contiguous()
+                cut = needed_part(name, expert_parts[0].shape, shapes, cuts)
+                yield (
+                    name,
+                    (expert_parts[0] if cut is None else cut.of(expert_parts[0])).contiguous(),
+                )
 
     def formats(
         self,
@@ -207,13 +210,15 @@ class StackedExperts:
             for tensor in place.tensors:
                 self._check(tensor, outlines[tensor].shape, place.expert)
             parts = [outlines[tensor][place.expert] for tensor in place.tensors]
-            own = [place.of(part, shapes[name]) for part in parts]
-            size = sum(part.nbytes for part in own)
-            if len(own) > 1:
-                stored = self._stored(name, shapes[name], own)
+            expert_parts = [place.of(part, shapes[name]) for part in parts]
+            size = sum(part.nbytes for part in expert_parts)
+            if len(expert_parts) > 1:
+                stored = self._stored(name, shapes[name], expert_parts)
                 formats[name] = WeightFormat(stored.scheme, size, True, stored)
             else:
-                formats[name] = WeightFormat(str(own[0].dtype).removeprefix("torch."), size)
+                formats[name] = WeightFormat(
+                    str(expert_parts[0].dtype).removeprefix("torch."), size
+                )
         return formats
 
     def _of_expert(self, tensor: str, expert: int) -> torch.Tensor:

@@ -23,7 +23,10 @@ _BAN = -100  # as OpenAI's API reference defines it
 
 
 class LogitBias(SparseLogitsProcessor):
-    """Adds biases in [-100, 100] to the logits of given tokens. A masked token stays masked."""
+    """Adds biases in [-100, 100] to the logits of given tokens. A masked token stays masked.
+
+    Ids outside the vocabulary are rejected.
+    """
 
     contract = 1
     phase = Phase.BIAS

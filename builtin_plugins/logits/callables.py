@@ -30,6 +30,11 @@ class RequestCallables(LogitsProcessor):
     """Runs `SamplingParams.logits_processors` over the request's own row, in order.
 
     They travel as they are, so they work only where the engine runs in the caller's process.
+
+    A callable takes `(output_ids, logits)` or `(prompt_ids, output_ids, logits)` and returns
+    the logits, also after an edit in place. Each completion calls a deep copy; an object that
+    cannot be copied ends the request. In other processes, use a factory with the package
+    hardpoint-vllm.
     """
 
     contract = 1
@@ -59,7 +64,7 @@ class RequestCallables(LogitsProcessor):
         return arguments
 
     def start(self, request: LogitsRequest) -> list[RequestProcessor]:
-        """Return a processor per callable, of which each completion of a request has its own."""
+        """Return a processor per callable, a separate one for each completion of a request."""
         prompt = prompt_of(request)
         return [
             RequestProcessor(prompt, call, call_signature(call)).copy()

@@ -30,7 +30,12 @@ TokenId = Annotated[int, Meta(ge=0)]
 
 
 class AllowedTokenIds(SparseLogitsProcessor):
-    """Masks all tokens of a request but its `allowed_token_ids`."""
+    """Masks all tokens of a request but its `allowed_token_ids`.
+
+    End-of-sequence tokens are masked unless they are named. Ids outside the vocabulary are
+    rejected. So is a request whose `min_tokens` or `thinking_token_budget` needs a token that
+    is not allowed.
+    """
 
     contract = 1
     phase = Phase.MASK
@@ -66,7 +71,11 @@ class AllowedTokenIds(SparseLogitsProcessor):
 
 
 class MinTokens(SparseLogitsProcessor):
-    """Masks all stop tokens until a request has `min_tokens` output tokens."""
+    """Masks all stop tokens until a request has `min_tokens` output tokens.
+
+    A stop string or a forced stop token does not end the request earlier, and
+    `repetition_detection` waits for as many tokens.
+    """
 
     contract = 1
     phase = Phase.MASK
@@ -89,7 +98,7 @@ class MinTokens(SparseLogitsProcessor):
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Raise ValueError for a request whose allowed tokens are all stop tokens."""
+        """Raise ValueError if all allowed tokens of a request are stop tokens."""
         allowed = context.params.allowed_token_ids
         if arguments.min_tokens and allowed and set(allowed) <= set(context.stop_token_ids):
             raise ValueError(
@@ -161,6 +170,8 @@ class BadWords(SparseLogitsProcessor):
     As in vLLM, a word is encoded as it is and after a space, and the last token of a longer
     sequence is masked while the output ends with the tokens before it. Unlike in vLLM, the encoding
     after a space is used whatever its length. Other token sequences of a word are not forbidden.
+
+    Without a tokenizer, only token ids (`sequences`) are accepted.
     """
 
     contract = 1

@@ -90,7 +90,7 @@ class Penalties(LogitsProcessor):
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:  # noqa: ARG003
-        """Raise ValueError for a repetition penalty whose products exceed float32."""
+        """Raise ValueError if the products of a repetition penalty exceed float32."""
         if not _SMALLEST <= arguments.repetition_penalty <= _LARGEST:
             raise ValueError(
                 f"expected a repetition_penalty from {_SMALLEST} to {_LARGEST}, "
@@ -99,7 +99,7 @@ class Penalties(LogitsProcessor):
         return arguments
 
     def start(self, request: LogitsRequest) -> TokenCounts:
-        """Count the request's tokens; those of the prompt only for a repetition penalty."""
+        """Count the request's tokens; prompt tokens only for a repetition penalty."""
         repetition = request.arguments[self.name].repetition_penalty
         prompt = request.prompt_token_ids if repetition != 1 else ()
         return TokenCounts(prompt, request.output_token_ids)

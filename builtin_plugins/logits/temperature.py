@@ -23,7 +23,11 @@ _LARGEST = 1e30
 
 
 class Temperature(LogitsProcessor):
-    """Divides logits by the temperature. It does not run for greedy requests."""
+    """Divides logits by the temperature. It does not run for greedy requests.
+
+    A temperature below 1e-5 is greedy. The value in `plugin_args` must equal the field of
+    `SamplingParams`.
+    """
 
     contract = 1
     phase = Phase.TEMPERATURE

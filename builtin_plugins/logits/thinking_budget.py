@@ -41,6 +41,10 @@ class ThinkingBudget(SparseLogitsProcessor):
     complete, the budget is renewed for a further block.
 
     A forced token overrides all other processors, masks included.
+
+    Without `start` and `end`, the request needs a reasoning parser. Tokens before the thinking
+    block do not count; if the prompt ends inside one, its tokens after the start marker count.
+    An end marker outside `allowed_token_ids` is rejected. An empty end marker forces nothing.
     """
 
     contract = 1
@@ -94,8 +98,8 @@ class ThinkingBudget(SparseLogitsProcessor):
             markers = context.reasoning
         if context.params.structured is not None and markers != context.reasoning:
             raise ValueError(
-                "expected no markers of its own together with `structured`, whose answer begins "
-                "after those of the reasoning parser"
+                "expected no markers of its own together with `structured`: the structured answer "
+                "begins after the markers of the reasoning parser"
             )
         for token in itertools.chain(*markers.start, *markers.end):
             if token >= context.vocab_size:

@@ -53,7 +53,7 @@ class TopK(LogitsProcessor):
 
 
 class TopP(LogitsProcessor):
-    """Keeps the smallest set of most likely tokens whose probability reaches p.
+    """Keeps the smallest set of most likely tokens with a probability of at least p.
 
     Nucleus sampling (Holtzman et al., arXiv:1904.09751). Ties with the last token needed are all
     kept, so that the result does not depend on their order. A probability that is less than 1e-6

@@ -17,9 +17,9 @@ from .llama import DecoderLayer
 
 
 class Cohere2(TypedLayers):
-    """Attention and the MLP of a layer get the same normalised states, and are added together.
+    """Attention and the MLP of a layer get the same normalized states, and are added together.
 
-    Layers with a window rotate neighbours; those of full attention rotate nothing.
+    Layers with a window rotate neighbors; layers of full attention rotate nothing.
     """
 
     contract = 1
@@ -81,10 +81,10 @@ class Cohere2(TypedLayers):
 
 
 class _MeanNorm(RMSNorm):
-    """Layer normalisation (arXiv:1607.06450) without a bias: the mean is subtracted, too."""
+    """Layer normalization (arXiv:1607.06450) without a bias: the mean is subtracted, too."""
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x [..., size], normalised; delta is added to x first, in place."""
+        """Return x [..., size], normalized; delta is added to x first, in place."""
         if delta is not None:
             self._context.ops.add(x, delta)
         return F.layer_norm(x, self._shape, self._weight, None, self._eps)

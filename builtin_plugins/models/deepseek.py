@@ -53,10 +53,10 @@ class LatentSizes:
 
     @classmethod
     def of(cls, fields: ConfigFields) -> LatentSizes:
-        """Return those of a config.
+        """Return the sizes of a config.
 
         Raises:
-            ModelError: one is missing, or is not what it should be.
+            ModelError: a size is missing or wrong.
         """
         whole = {
             name: fields.whole(name, at_most=_MAX_SIZE)
@@ -119,7 +119,7 @@ class LatentHeads:
         self._owners = {name: part for part in self._matrices for name in part.shapes()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the matrices of this rank's heads, or that of the one of all."""
+        """Return the shapes of the matrices of this rank's heads, or of the matrix of all heads."""
         return weight_shapes(self._matrices) if self._by_head else {self._name: self._whole}
 
     def cuts(self) -> dict[str, Cut]:
@@ -129,18 +129,18 @@ class LatentHeads:
         return {self._name: Cut(0, self._rows.start, self._rows.stop)}
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load one matrix, or those of all heads."""
+        """Load the matrix of one head, or of all heads."""
         if self._by_head:
             self._owners[name].load(name, tensor)
             return
         by_head = tensor.reshape(len(self._keys), -1, self._sizes.latent)
         for keys, values, matrix in zip(self._keys, self._values, by_head, strict=True):
-            for part, own in (
+            for part, part_tensor in (
                 (keys, matrix[: self._sizes.nope].T),
                 (values, matrix[self._sizes.nope :]),
             ):
                 (own_name,) = part.shapes()
-                part.load(own_name, own)
+                part.load(own_name, part_tensor)
 
     def quantizable(self) -> list[str]:
         """Return the names of the matrices, where each is stored; one of all is cut as numbers."""
@@ -160,7 +160,7 @@ class LatentHeads:
             matrix.load_packed(tensors)
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Write to out [rows, heads, latent] what latents are multiplied by, for q [..., nope]."""
+        """Write q [..., nope], multiplied by the key matrices, to out [rows, heads, latent]."""
         for head, keys in enumerate(self._keys):
             out[:, head] = keys(q[:, head])
 
@@ -171,11 +171,11 @@ class LatentHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentLayer(DecoderLayer):
-    """A decoder layer whose `qkv` gives latents, or queries and a latent.
+    """A decoder layer with a `qkv` product of latents, or of queries and a latent.
 
     Attributes:
         query_up: queries from their latent; None if `qkv` gives them.
-        heads: what the latent of keys and values stands for.
+        heads: the heads of the latent of keys and values.
     """
 
     query_up: Linear | None
@@ -190,8 +190,8 @@ class LatentLayer(DecoderLayer):
 class DeepseekV3(MixtureAfterDense):
     """DeepSeek-V3, R1, Kimi K2, Moonlight and others: experts are chosen by sigmoids.
 
-    The cache has one head per layer, that of the latents: a rotated key and a latent of which the
-    keys and values of all heads are made.
+    The cache has one head per layer, for latents: a rotated key and a latent, from which the
+    keys and values of all heads are computed.
     """
 
     contract = 1
@@ -220,7 +220,7 @@ class DeepseekV3(MixtureAfterDense):
         super().__init__(context)
 
     def attention_scale(self) -> float:
-        """Return that of a head's key, times the square of YaRN's factor (arXiv:2309.00071)."""
+        """Return the scale of head keys, times the square of YaRN's factor (arXiv:2309.00071)."""
         scale = 1.0 / math.sqrt(self._sizes.nope + self._sizes.rope)
         fields = self._fields
         rope = fields.rope_parameters()
@@ -246,10 +246,10 @@ class DeepseekV3(MixtureAfterDense):
 
     def _check_selection(self) -> None:
         for name, expected in (("scoring_func", [self.scoring]), ("topk_method", self.selections)):
-            found = self._hf.get(name)
-            if found is not None and found not in expected:
+            value = self._hf.get(name)
+            if value is not None and value not in expected:
                 raise self._fields.error(
-                    name, f"expected {' or '.join(map(repr, expected))}, got {short(found)}"
+                    name, f"expected {' or '.join(map(repr, expected))}, got {short(value)}"
                 )
         if (every := self._hf.get("moe_layer_freq", 1)) != 1:
             raise self._fields.error("moe_layer_freq", f"expected 1, got {short(every)}")
@@ -300,13 +300,13 @@ class DeepseekV3(MixtureAfterDense):
         my_values = range(mine.start * sizes.value, mine.stop * sizes.value)
         query_up = q_norm = None
         if sizes.query is None:
-            queries, own = (f"{attention}.q_proj", q_rows), my_q
+            queries, row_range = (f"{attention}.q_proj", q_rows), my_q
             if bias:
                 raise self._fields.error(
                     "attention_bias", "expected false where q_lora_rank is null, got True"
                 )
         else:
-            queries, own = (f"{attention}.q_a_proj", sizes.query), range(sizes.query)
+            queries, row_range = (f"{attention}.q_a_proj", sizes.query), range(sizes.query)
             q_norm = RMSNorm(f"{attention}.q_a_layernorm", sizes.query, _LATENT_EPS, context)
             query_up = Linear(
                 [(f"{attention}.q_b_proj", q_rows)], sizes.query, context, row_ranges=[my_q]
@@ -319,7 +319,7 @@ class DeepseekV3(MixtureAfterDense):
                 self._hidden,
                 context,
                 bias=bias,
-                row_ranges=[own, range(latent)],
+                row_ranges=[row_range, range(latent)],
             ),
             output=Linear(
                 [(f"{attention}.o_proj", self._hidden)],

@@ -13,7 +13,7 @@ from .mixtral import MixtureAfterDense
 
 
 class Glm4(Llama):
-    """GLM-4-0414: what attention and the MLP return is normalised too; neighbours are rotated."""
+    """GLM-4-0414: results of attention and the MLP are normalized too; neighbors are rotated."""
 
     contract = 1
     replayable = True
@@ -29,7 +29,7 @@ class Glm4(Llama):
     }
 
     def attention_biases(self) -> tuple[bool, bool]:
-        """Return that of q, k and v; the output projection has none."""
+        """Return the biases of q, k and v; the output projection has none."""
         return self._fields.flag("attention_bias", True), False
 
     def _decoder_layer(self, layer: int) -> DecoderLayer:
@@ -66,5 +66,5 @@ class Glm4Moe(MixtureAfterDense):
         super().__init__(context)
 
     def attention_biases(self) -> tuple[bool, bool]:
-        """Return that of q, k and v; the output projection has none."""
+        """Return the biases of q, k and v; the output projection has none."""
         return self._fields.flag("attention_bias", False), False

@@ -55,7 +55,7 @@ class GptOss(TypedLayers, Mixture):
         return bias, bias
 
     def rotary_embeddings(self) -> Sequence[RotaryEmbedding | None]:
-        """Return that of all layers; without parameters, YaRN as in the first files."""
+        """Return the rotary embedding of all layers, by default YaRN as in the first files."""
         fields = dict(self._hf)
         if not (fields.get("rope_parameters") or fields.get("rope_scaling")):
             fields["rope_parameters"] = _YARN

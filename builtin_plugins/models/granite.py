@@ -11,11 +11,11 @@ from .llama import Llama
 
 
 class Granite(Llama):
-    """Multiplies the embedding, the scores of attention and the logits, and what layers add.
+    """Granite: scales the embedding, the scores of attention, the logits and the residual branches.
 
-    The hidden states here are those of the model, divided by `residual_multiplier` m: a layer then
+    The hidden states here are the model's, divided by `residual_multiplier` m: a layer then
     adds its results as they are. The norms divide by the size of the hidden states again, so that
-    their eps is divided by m^2, and nothing else changes. No weight is scaled: those of low-bit
+    their eps is divided by m^2, and nothing else changes. No weight is scaled: weights of low-bit
     matrices cannot be, and others would be rounded once more.
     """
 
@@ -50,8 +50,8 @@ class Granite(Llama):
         self._logits_scaling = self._fields.number("logits_scaling", 1.0)
         self._attention_multiplier = self._fields.number("attention_multiplier", 1.0)
 
-    def _too_small(self, what: str) -> ModelError:
-        expected = f"expected a number {what} is finite in float32"
+    def _too_small(self, requirement: str) -> ModelError:
+        expected = f"expected a number {requirement} is finite in float32"
         return self._fields.error("residual_multiplier", f"{expected}, got {self._multiplier()}")
 
     def _multiplier(self) -> float:

@@ -1,4 +1,4 @@
-"""Llama-like models whose layers are of two types: full attention, and a sliding window."""
+"""Llama-like models with two types of layers: full attention, and a sliding window."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .llama import FULL, SLIDING, Llama
 
 
 class TypedLayers(Llama):
-    """Layers with a window alternate with those of full attention, as `layer_types` has it."""
+    """Layers with a window alternate with layers of full attention, as in `layer_types`."""
 
     contract = 1
     interval: ClassVar[int] = 4
@@ -37,10 +37,10 @@ class TypedLayers(Llama):
     def rotary_embeddings_by_type(
         self, thetas: Mapping[str, tuple[str, float]]
     ) -> list[RotaryEmbedding]:
-        """Return each layer's rotary embedding, which those of a type share.
+        """Return each layer's rotary embedding, shared by the layers of a type.
 
         The parameters are in `rope_parameters` by type of layer. Configs without these have the
-        base frequencies in fields of their own. `rope_scaling` changes those of full attention.
+        base frequencies in separate fields. `rope_scaling` changes the ones of full attention.
 
         Args:
             thetas: the field with the base frequency of each type, and its default.

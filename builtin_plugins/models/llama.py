@@ -53,11 +53,11 @@ class DecoderLayer:
     """One decoder layer.
 
     Attributes:
-        input_norm, mlp_norm: the norms of what attention and the MLP get; None if there is none.
-        q_norm, k_norm: set for models that normalise queries and keys.
-        attention_output_norm, mlp_output_norm: set for models that normalise what attention and
-            the MLP add to the residual.
-        sinks: set for models whose attention has them (`KVSpec.sinks`).
+        input_norm, mlp_norm: the norms before attention and the MLP; None if there is none.
+        q_norm, k_norm: set for models that normalize queries and keys.
+        attention_output_norm, mlp_output_norm: set for models that normalize the outputs of
+            attention and the MLP before the residual.
+        sinks: set for models with attention sinks (`KVSpec.sinks`).
     """
 
     input_norm: RMSNorm | None
@@ -113,9 +113,9 @@ class Llama(Model):
     rotates_part = False
     """Whether `partial_rotary_factor` is read, of how much of a head RoPE rotates."""
     rotates_neighbours = False
-    """Whether the elements that RoPE rotates together are neighbours; else those of two halves."""
+    """Whether RoPE rotates neighboring elements together, instead of elements of two halves."""
     config_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Values of fields that the config may leave out, where they differ from those of Llama."""
+    """Values of fields that the config may leave out, if they differ from Llama."""
     activation_field = "hidden_act"
     default_activation = "silu"
 
@@ -158,7 +158,7 @@ class Llama(Model):
 
     @property
     def kv_variant(self) -> str:
-        """That of the rotary embeddings."""
+        """The variant of the rotary embeddings."""
         return " ".join(dict.fromkeys(rope.variant for rope in self._ropes if rope is not None))
 
     def windows(self) -> list[int | None]:
@@ -316,7 +316,7 @@ class Llama(Model):
 
         Args:
             index: number of the layer, in this stage.
-            h: normalised hidden states.
+            h: normalized hidden states.
             angles: as for `ForwardBatch.attend`.
             batch: the step.
         """
@@ -339,7 +339,7 @@ class Llama(Model):
     def normalise_heads(
         self, q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q and k [tokens, heads, head_size], each head normalised on its own."""
+        """Return q and k [tokens, heads, head_size], each head normalized on its own."""
         return q_norm(q), k_norm(k)
 
     def _my_ropes(self) -> list[RotaryEmbedding]:
@@ -353,7 +353,7 @@ class Llama(Model):
     def _add(
         self, norm: RMSNorm | None, x: torch.Tensor, delta: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add delta to the residual x in place, if there is one, and return it normalised."""
+        """Add delta to the residual x in place, if there is one, and return it normalized."""
         if norm is not None:
             return norm(x, delta)
         if delta is not None:
@@ -487,9 +487,9 @@ class Mistral(Llama):
 
 
 def neighbours_in_halves(heads: torch.Tensor, size: int) -> torch.Tensor:
-    """Return heads [tokens, heads, head_size] in the order of which `Ops.rotate` rotates halves.
+    """Return heads [tokens, heads, head_size] in the order of `Ops.rotate` for halves.
 
-    Of the first `size` elements, those at even places come first. Scores are the same, as long as
+    Of the first `size` elements, even places come first. Scores are the same, as long as
     queries and keys have one order.
     """
     pairs = heads[..., :size].reshape(*heads.shape[:-1], size // 2, 2)

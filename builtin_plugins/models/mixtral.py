@@ -25,7 +25,7 @@ class Mixture(Llama):
 
     @property
     def routed_experts(self) -> tuple[int, int]:
-        """All layers, also those that have no experts."""
+        """All layers, also layers without experts."""
         return self._num_layers, self._fields.whole("num_experts_per_tok")
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -60,8 +60,8 @@ class Mixture(Llama):
 class MixtureAfterDense(Mixture):
     """Common to models after DeepSeek-V3 (arXiv:2412.19437).
 
-    The first layers are dense. The others have some experts that all tokens share; what is chosen
-    of the others is chosen by sigmoids.
+    The first layers are dense. The others have some experts that all tokens share; sigmoids choose
+    among the other experts.
     """
 
     contract = 1
@@ -97,7 +97,7 @@ class MixtureAfterDense(Mixture):
         return self._fields.number("routed_scaling_factor", 1.0)
 
     def read_groups(self, experts: ExpertsConfig, *, least: int) -> tuple[int, int]:
-        """Return the number of groups of experts, and of those of a token.
+        """Return the number of groups of experts, and the number of groups per token.
 
         Args:
             experts: the experts.

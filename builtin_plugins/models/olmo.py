@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 (OLMo Team): Llama with norms of what attention and the MLP return."""
+"""OLMo 2 and 3 (OLMo Team): Llama with norms after attention and the MLP."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .llama import LAYER_TYPES, DecoderLayer, Llama
 
 
 class Olmo2(Llama):
-    """OLMo 2 (2024): the results of attention and the MLP are normalised, not what they get.
+    """OLMo 2 (2024): the results of attention and the MLP are normalized, not their inputs.
 
-    q and k are normalised too, over all heads together.
+    q and k are normalized too, over all heads together.
     """
 
     contract = 1
@@ -29,7 +29,7 @@ class Olmo2(Llama):
     def normalise_heads(
         self, q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q and k [tokens, heads, head_size], normalised over all heads of all ranks."""
+        """Return q and k [tokens, heads, head_size], normalized over all heads of all ranks."""
         communicator = self.context.parallel.tensor
         if communicator.size == 1:
             return q_norm(q.flatten(1)).view_as(q), k_norm(k.flatten(1)).view_as(k)
@@ -80,7 +80,7 @@ class Olmo3(Olmo2, TypedLayers):
 
 
 class _PartialNorm(RMSNorm):
-    """A norm of which a rank has a part of the weight."""
+    """A norm with a part of the weight in each rank."""
 
     def __init__(
         self, name: str, size: int, mine: range, eps: float, context: ModelContext
@@ -97,7 +97,7 @@ class _PartialNorm(RMSNorm):
         return dict.fromkeys(self.shapes(), Cut(0, self._mine.start, self._mine.stop))
 
     def normalised(self, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return x [tokens, heads, head_size], normalised.
+        """Return x [tokens, heads, head_size], normalized.
 
         Args:
             x: the part of this rank.

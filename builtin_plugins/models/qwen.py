@@ -74,7 +74,7 @@ class Qwen2(_Qwen):
 
 
 class Qwen3(_Qwen):
-    """Qwen3 (Yang et al., 2025): q and k are normalised per head."""
+    """Qwen3 (Yang et al., 2025): q and k are normalized per head."""
 
     contract = 1
     replayable = True

@@ -26,7 +26,7 @@ class Qwen35Moe(Qwen3Next):
     has_own_gates = True
     config_defaults: ClassVar[Mapping[str, Any]] = {
         **Qwen3Next.config_defaults,
-        "intermediate_size": 512,  # of a dense layer, of which there is none
+        "intermediate_size": 512,  # of a dense layer, which it does not have
         "num_experts": 256,
         "num_experts_per_tok": 8,
     }

@@ -1,4 +1,4 @@
-"""Qwen3-Next: layers with a state, by the gated delta rule, between those with attention."""
+"""Qwen3-Next: gated delta rule layers, which have a state, between layers with attention."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class DeltaSizes:
         kernel: tokens of the convolution, the token itself included.
         is_split: whether q, k and v of all heads are a matrix, and z is one; else the parts of a
             key head are together.
-        has_own_gates: whether b is a matrix, and a is one; else those of a key head are together.
+        has_own_gates: whether b is a matrix, and a is one; else a key head has them together.
         is_flat: whether the kernels are [channels, kernel], as in GGUF files; else there is a
             dimension of one between.
-        alternates: whether neighbours among the value heads have key heads that are neighbours, as
+        alternates: whether neighbors among the value heads have key heads that are neighbors, as
             in GGUF files of Qwen3.5; else they share one.
     """
 
@@ -173,7 +173,7 @@ class DeltaRule:
 
         Args:
             projected: q, k and v, or these and z of each key head after the other, [tokens, ...].
-            h: normalised hidden states [tokens, hidden].
+            h: normalized hidden states [tokens, hidden].
             layer: index among the layers with a state.
             batch: the step.
         """
@@ -223,7 +223,7 @@ class DeltaRule:
         return mine, range(keys + mine.start, keys + mine.stop), values
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the convolution and of what belongs to a head."""
+        """Return the shapes of the convolution and of the tensors of heads."""
         sizes = self._sizes
         channels = 2 * sizes.key_heads * sizes.key_size + sizes.value_heads * sizes.value_size
         between = () if sizes.is_flat else (1,)
@@ -243,7 +243,7 @@ class DeltaRule:
         return dict(zip(self.shapes(), (channels, of_heads, of_heads), strict=True))
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load one tensor; those of heads are kept in float32."""
+        """Load one tensor; tensors of heads are kept in float32."""
         is_kernel = name.endswith(".conv1d.weight")
         dtype = self._context.dtype if is_kernel else torch.float32
         tensor = tensor.flatten(1) if is_kernel else tensor
@@ -268,7 +268,7 @@ def _named(name: str, parts: Sequence[tuple[str, int]]) -> list[tuple[str, int]]
 
 
 class DeltaLayers(Llama):
-    """Common to models in which layers with a state come between those with attention."""
+    """Base class of models with gated delta rule layers between layers with attention."""
 
     contract = 1
     replayable = False
@@ -333,7 +333,7 @@ class DeltaLayers(Llama):
         return layer.output((attended * gate.sigmoid()).flatten(1))
 
     def projections(self, layer: int) -> tuple[Linear, Linear]:
-        """Return those of attention, or of the delta rule."""
+        """Return the projections of attention, or of the delta rule."""
         if self._types[layer] == FULL:
             return super().projections(layer)
         name = f"model.layers.{layer}.linear_attn"

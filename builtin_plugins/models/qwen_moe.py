@@ -1,4 +1,4 @@
-"""Qwen 2 and 3 with mixtures of experts: those of Qwen2 have an expert that all tokens share."""
+"""Qwen 2 and 3 with mixtures of experts; Qwen2 has a shared expert for all tokens."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Qwen2Moe(QwenMixture, Qwen2):
     }
 
     def attention_biases(self) -> tuple[bool, bool]:
-        """Return those of `qkv_bias`."""
+        """Return the biases of `qkv_bias`."""
         return self._fields.flag("qkv_bias", True), False
 
     def slides(self, layer: int, limit: int) -> bool:

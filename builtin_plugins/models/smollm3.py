@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): the Llama architecture, some of whose layers know no positions."""
+"""SmolLM3 (Hugging Face, 2025): the Llama architecture with some layers without positions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SmolLM3(SlidingLayers):
         return [rope if rotates else None for rope, rotates in ropes]
 
     def sliding_layers(self) -> list[bool]:
-        """Return whether each layer has the window: those that rotate nothing."""
+        """Return whether each layer has the window: the layers without rotation."""
         return [not rotates for rotates in self._rotations()]
 
     def _rotations(self) -> list[bool]:

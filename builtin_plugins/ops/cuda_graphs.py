@@ -1,4 +1,4 @@
-"""Operations recorded as CUDA graphs, and what stands for them where kernels are interpreted."""
+"""Operations recorded as CUDA graphs, and a replacement for interpreted kernels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None  # a handle, whose type has no public name
+        self._pool: Any = None  # a handle of a type without a public name
         self._alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def record(self, run: Callable[[], torch.Tensor]) -> CudaGraph:
@@ -87,14 +87,14 @@ class CudaGraphs:
                 raise
             finally:
                 cuda.set_stream(current)  # `graph` leaves its own where a capture fails
-            # Not what is free on the device: other processes take and release some as well.
+            # Not the free memory of the device: other processes take and release some as well.
             num_bytes = _DRIVER_BYTES + max(cuda.memory_reserved(device) - reserved, 0)
         recorded = CudaGraph(graph, result, num_bytes)
         self._alive.add(recorded)
         return recorded
 
     def _end_capture(self) -> None:
-        # `graph` does not, and what is allocated afterwards would stay in the pool.
+        # `graph` does not, and later allocations would stay in the pool.
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)  # without a public name
         device = self._device
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -155,7 +155,7 @@ class NativeOps(Ops):
         """Check the header of packed codes, which kernels trust.
 
         Raises:
-            ValueError: it is that of another shape, or contradicts itself or the size.
+            ValueError: it has another shape, or contradicts itself or the size.
         """
         is_packed = packed.dim() == 1 and packed.is_contiguous()
         check = self._library.function("check_codes", None)
@@ -198,7 +198,7 @@ class NativeOps(Ops):
         adapters: torch.Tensor,
         scales: torch.Tensor,
     ) -> None:
-        """Add what low-rank adapters change to y, in place.
+        """Add the products of low-rank adapters to y, in place.
 
         Raises:
             ValueError: the shapes do not fit together, or rows are not contiguous.
@@ -234,7 +234,7 @@ class NativeOps(Ops):
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the normalised rows."""
+        """Return the normalized rows."""
         check_tensors(self._dtype, x)
         y = self._results.empty(x.shape, x.dtype)
         if x.dim() < 3:
@@ -253,7 +253,7 @@ class NativeOps(Ops):
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add delta to x in place; return the normalised rows."""
+        """Add delta to x in place; return the normalized rows."""
         check_tensors(self._dtype, x, delta)
         count, width = x.shape
         y = self._results.empty((count, width), x.dtype)
@@ -299,7 +299,7 @@ class NativeOps(Ops):
         return self._gated(self._gelu_and_mul, x)
 
     def record(self, run: Callable[[], torch.Tensor]) -> RecordedCalls | None:
-        """Run, and return what repeats it, if kernels did all of the work."""
+        """Run, and return a function that repeats the work, if kernels did all of it."""
         with self._library.record() as recording, _Tensors() as tensors:
             result = run()
         if tensors.foreign:
@@ -347,7 +347,7 @@ class NativeOps(Ops):
 
     def _chosen(self, logits: torch.Tensor, *settings: int | None) -> torch.Tensor:
         check_tensors(torch.float32, logits)
-        if logits.stride(1) != 1:  # those of a processor of any kind
+        if logits.stride(1) != 1:  # from a processor of any kind
             logits = logits.contiguous()
         rows, width = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64, device="cpu")
@@ -447,7 +447,7 @@ class _Experts:
         self._library, self._results, self._shape = library, results, shape
         self._dtype = gate_up[0].dtype
         self._run = library.function("experts", gate_up[0].dtype, releases=True)
-        self._matrices = [*gate_up, *down]  # of which the kernel reads the addresses
+        self._matrices = [*gate_up, *down]  # the kernel reads their addresses
         self._enter, self._leave = (
             torch.tensor([matrix.data_ptr() for matrix in side], device="cpu")
             for side in (gate_up, down)
@@ -515,7 +515,7 @@ class _Watched:
 
 
 class _Tensors(_Watched, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """As `_Watched`, of what this thread runs."""
+    """As `_Watched`, for the operations of this thread."""
 
     # Its base has the method: torch wraps one of its own class, and imports its compiler to call
     # it, which takes seconds and a hundred megabytes.

@@ -16,7 +16,7 @@ _PACK_ROWS = 512
 _FEW = 64  # largest logits among which the end of a nucleus is looked for first
 _RANGE = 29.0  # weights of logits that are further below the largest one are 0
 _BUCKETS = 32  # per unit of that range
-_CHUNK = 2**18  # logits whose weights are computed at a time, so that they stay in the cache
+_CHUNK = 2**18  # logits with weights computed at a time, so that they stay in the cache
 _BLOCK = 16  # logits per block in the coarse search of `largest`
 
 
@@ -33,7 +33,7 @@ class TorchOps(Ops):
         self._cosines = self._sines = torch.empty(0)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return W; on a CPU in oneDNN's blocked layout, whose bytes cannot be read."""
+        """Return W; on a CPU in oneDNN's blocked layout, with unreadable bytes."""
         # Packing was measured to be 1.2 to 2 times faster than F.linear in bfloat16 and float32,
         # with equal results; float16 has no packed form on most processors, bfloat16 on some.
         if weight.device.type == "cpu" and _can_pack(weight.dtype):
@@ -62,13 +62,13 @@ class TorchOps(Ops):
         return table[ids]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the normalised rows."""
+        """Return the normalized rows."""
         return _rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add delta to x in place; return the normalised rows."""
+        """Add delta to x in place; return the normalized rows."""
         return _rms_norm(x.add_(delta), weight, eps)
 
     def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ def _smallest_of_nuclei(logits: torch.Tensor, best: torch.Tensor, p: torch.Tenso
 def _smallest_of_nucleus(
     logits: torch.Tensor, weights: torch.Tensor, best: float, goal: int
 ) -> float:
-    """Return the largest logit at which the weights of those at least as large reach `goal`.
+    """Return the largest logit at which the weights of all at least as large reach `goal`.
 
     Args:
         logits: on a CPU, float32 [vocab].
@@ -208,7 +208,7 @@ def mask_below(
         best: the largest logits, [rows, 1]; a row in which that is not finite is left as it is.
     """
     # Comparing and masking take three passes, two of them slow; torch.threshold_ takes one, but
-    # has one bound for all rows and masks what equals it. So: row by row, with the next smaller
+    # has one bound for all rows and masks equal values. So: row by row, with the next smaller
     # float as the bound.
     threshold = threshold.masked_fill(is_off | ~best.isfinite(), -math.inf)
     bounds = threshold.nextafter(threshold.new_tensor(-math.inf)).flatten().tolist()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TritonOps(TorchOps):
-    """Operations in Triton; products of numbers are those of torch's libraries.
+    """Operations in Triton; products of numbers run in torch's libraries.
 
     Products multiply the same numbers for any number of rows, but may add them up in another order,
     by which a row's result differs in its last bits; nothing else depends on the other rows.
@@ -62,7 +62,7 @@ class TritonOps(TorchOps):
         return f"{self.name} (interpreted; CUDA graphs are replaced by repeating Python)"
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recorded:
-        """Record a CUDA graph, or what stands for one where kernels are interpreted."""
+        """Record a CUDA graph, or a replacement for interpreted kernels."""
         return RepeatedRun(run) if self._is_interpreted else self._graphs.record(run)
 
     def record_sizes(self, max_num_seqs: int) -> Sequence[int]:
@@ -116,13 +116,13 @@ class TritonOps(TorchOps):
         return self._codes.linear_codes(packed, shape, bias, out_dtype or self.context.dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the normalised rows."""
+        """Return the normalized rows."""
         return self._layers.rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add delta to x in place; return the normalised rows."""
+        """Add delta to x in place; return the normalized rows."""
         return self._layers.add_rms_norm(x, delta, weight, eps)
 
     def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
@@ -181,7 +181,7 @@ class TritonOps(TorchOps):
         adapters: torch.Tensor,
         scales: torch.Tensor,
     ) -> None:
-        """Add what low-rank adapters change to y, in place."""
+        """Add the products of low-rank adapters to y, in place."""
         self._lora.add_lora(y, x, a, b, adapters, scales)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The format of Gemma 4: a channel of thoughts, and calls whose arguments are almost JSON."""
+"""The format of Gemma 4: a channel of thoughts, and calls with almost JSON arguments."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ class Gemma(FormatParser):
 
     A call is `<|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>`
     (https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4).
+
+    The arguments of a call are returned as JSON. An end marker without a start marker is
+    ignored.
     """
 
     contract = 2
@@ -78,8 +81,8 @@ class Gemma(FormatParser):
         def call(tool: str, schema: Mapping[str, Any]) -> Format:
             writer = _GemmaLiterals(tool, schema, quote)
             parameters = parameters_of(tool, schema)
-            found = writer.members(parameters, [writer.key(name) for name, _, _ in parameters])
-            return writer.grammar(f'{in_lark(f"call:{tool}{{")} {found} "}}"')
+            members = writer.members(parameters, [writer.key(name) for name, _, _ in parameters])
+            return writer.grammar(f'{in_lark(f"call:{tool}{{")} {members} "}}"')
 
         return self.tagged(
             "<|tool_call>",
@@ -110,7 +113,7 @@ class _GemmaLiterals(LiteralGrammar):
     def key(self, name: str) -> str:
         if not _KEY.fullmatch(name):
             raise ValueError(
-                f"the tool {self.tool!r}: expected parameters whose names have no white space, "
+                f"the tool {self.tool!r}: expected parameter names without white space, "
                 f"brackets, commas and colons, got {name!r}"
             )
         return in_lark(f"{name}:")
@@ -165,8 +168,8 @@ class _Arguments(Body):
         self._word: list[str] = []
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        for found in _WORD.finditer(text):
-            self._add(found.group(), events)
+        for word in _WORD.finditer(text):
+            self._add(word.group(), events)
         return len(text)
 
     def _add(self, part: str, events: list[OutputEvent]) -> None:

@@ -43,6 +43,9 @@ class Harmony(FormatParser):
     (https://cookbook.openai.com/articles/openai-harmony). Everything else is content. A message to
     another recipient, such as `browser.search`, is text of its channel: no tool of the request is
     meant.
+
+    Text of a header without `<|message|>` is content, or reasoning in the channel `analysis`,
+    with a warning. So is a message to a built-in tool.
     """
 
     contract = 2
@@ -70,7 +73,7 @@ class Harmony(FormatParser):
         }
 
     def markers(self) -> ReasoningMarkers:
-        """Return the usual headers of an analysis and of an answer, and what ends an analysis."""
+        """Return the usual headers of an analysis and of an answer, and the end of an analysis."""
         analysis, message, final = self.encoded("<|channel|>analysis<|message|>", _MESSAGE, _FINAL)
         usual = super().markers()
         return ReasoningMarkers(
@@ -120,9 +123,9 @@ class _Between(Between):
 
 
 class _Header(Body):
-    """A part of a message's header; the last one decides what the message is.
+    """A part of a message's header; the last one decides the kind of the message.
 
-    What is longer than any header is content. So is text of a header without `<|message|>`, and the
+    A longer header is content. So is text of a header without `<|message|>`, and the
     output has a warning.
     """
 
@@ -147,7 +150,7 @@ class _Header(Body):
             notes["rest"] = [*notes.get("rest", ()), rest]
         if cut or self.output.target not in (None, "header"):
             self._read(header.group().split())
-            self._lose(events)
+            self._lose(events, cut=cut)
             return
         self._read(self._text.split())
         if self.output.target is None:
@@ -166,7 +169,10 @@ class _Header(Body):
     def _begin_message(self, events: list[OutputEvent]) -> None:
         notes = self.output.notes
         if rest := " ".join(notes.pop("rest", ())):
-            self.output.warn(f"the header of a message has the text {rest[:100]!r}", events)
+            # Where no calls are to be found, the whole header of a call is content.
+            is_shown = "tools" in self.output.request.roles or self.output.tool
+            reason = f"the header of a message has the text {rest[:100]!r}"
+            self.output.warn(reason, events, "" if is_shown else rest)
         aside = notes.get("aside")
         if aside is not None:
             reason = f"a message is for {aside[:100]!r}, which is no tool of the request"
@@ -176,16 +182,19 @@ class _Header(Body):
         if self.output.tool:
             self.next = "arguments"
 
-    def _lose(self, events: list[OutputEvent]) -> None:
+    def _lose(self, events: list[OutputEvent], *, cut: bool) -> None:
         notes, output = self.output.notes, self.output
         rest = " ".join(notes.pop("rest", ()))
-        output.has_begun = False
+        if "tools" not in output.request.roles and not cut:  # there is no warning
+            recipient = f"to={notes['aside']}" if "aside" in notes else ""
+            tool = output.tool and f"{_TOOL}{output.tool}"
+            rest = " ".join(filter(None, (tool, recipient, rest)))
         if rest and notes.get("channel") == "analysis":
             Reasoning(output).feed(rest, events)
             rest = ""
         tool = f" for {output.tool[:100]!r}" if output.tool else ""
         output.warn(f"the header of a message{tool} has no <|message|> behind it", events, rest)
-        output.tool = ""
+        output.end_call(events)  # a call that fails later does not have this text, too
 
 
 class _Start(_Header):

@@ -1,4 +1,4 @@
-"""Tool calls whose name comes before their arguments, with special tokens between."""
+"""Tool calls with the name before the arguments, with special tokens between."""
 
 # ruff: noqa: RUF001 - the markers of DeepSeek are written so
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from hardpoint.plugins.output_parser import (
     OutputEvent,
@@ -47,6 +47,9 @@ class KimiK2(FormatParser):
     `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`
 
     The model is known to write the markers of the section in the singular, or to leave them out.
+
+    The id of a call is kept. An id that a client has changed, such as
+    `functions_get_weather_0`, names the tool too. Arguments may be a JSON string of the object.
     """
 
     contract = 2
@@ -138,22 +141,55 @@ class _KimiName(ToolName):
 _KIMI_ID = re.compile(r"(?:functions[._:-])?(?P<tool>.+?)(?:[._:-]\d+)?")
 
 
-_DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-)
+class _DeepSeek(FormatParser):
+    """Base class: a section of calls, each with the name before the arguments.
 
-
-class DeepSeekV3(FormatParser):
-    """DeepSeek-V3 and R1: the kind of tool, its name, and the arguments in a block of code."""
+    Attributes:
+        around: text before the name, between name and arguments, and after the arguments.
+        separator: text between calls.
+    """
 
     contract = 2
     roles = ("tools",)
+    required_tokens = (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    )
+    around: ClassVar[tuple[str, str, str]]
+    separator: ClassVar[str] = ""
+
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of a section of calls, or of text with one at its end."""
+        before, between, after = self.around
+
+        def call(tool: str, schema: Mapping[str, Any]) -> Format:
+            return self.sequence(f"{before}{tool}{between}", arguments_format(tool, schema), after)
+
+        return self.tagged(
+            "<｜tool▁calls▁begin｜>",
+            repeated(choice_of_calls(tools, call), self.separator, parallel=parallel),
+            "<｜tool▁calls▁end｜>",
+            required=required,
+            parallel=False,
+        )
+
+
+class DeepSeekV3(_DeepSeek):
+    """DeepSeek-V3 and R1: the kind of tool, its name, and the arguments in a block of code."""
+
+    contract = 2
     template_marks = ("<｜tool▁calls▁begin｜>", "```json")
-    required_tokens = _DEEPSEEK
+    around = (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+    )
+    separator = "\n"
 
     def states(self) -> Mapping[str, ParserState]:
         """Return content, section, kind, name and arguments."""
@@ -169,35 +205,14 @@ class DeepSeekV3(FormatParser):
             "end": ParserState(Between, {"<｜tool▁call▁end｜>": "section"}),
         }
 
-    def call_format(
-        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
-    ) -> Format:
-        """Return the grammar of a section of calls, or of text with one at its end."""
 
-        def call(tool: str, schema: Mapping[str, Any]) -> Format:
-            return self.sequence(
-                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool}\n```json\n",
-                arguments_format(tool, schema),
-                "\n```<｜tool▁call▁end｜>",
-            )
-
-        return self.tagged(
-            "<｜tool▁calls▁begin｜>",
-            repeated(choice_of_calls(tools, call), "\n", parallel=parallel),
-            "<｜tool▁calls▁end｜>",
-            required=required,
-            parallel=False,
-        )
-
-
-class DeepSeekV31(FormatParser):
+class DeepSeekV31(_DeepSeek):
     """DeepSeek-V3.1 and later: the name, then the arguments."""
 
     contract = 2
-    roles = ("tools",)
     other_names = ("deepseek_v31",)
     template_marks = ("<｜tool▁calls▁begin｜>",)
-    required_tokens = _DEEPSEEK
+    around = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 
     def states(self) -> Mapping[str, ParserState]:
         """Return content, section, name and arguments."""
@@ -208,26 +223,6 @@ class DeepSeekV31(FormatParser):
             "name": ParserState(ToolName, {"<｜tool▁sep｜>": "arguments"}),
             "arguments": ParserState(JsonArguments, {"<｜tool▁call▁end｜>": "section"}),
         }
-
-    def call_format(
-        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
-    ) -> Format:
-        """Return the grammar of a section of calls, or of text with one at its end."""
-
-        def call(tool: str, schema: Mapping[str, Any]) -> Format:
-            return self.sequence(
-                f"<｜tool▁call▁begin｜>{tool}<｜tool▁sep｜>",
-                arguments_format(tool, schema),
-                "<｜tool▁call▁end｜>",
-            )
-
-        return self.tagged(
-            "<｜tool▁calls▁begin｜>",
-            repeated(choice_of_calls(tools, call), parallel=parallel),
-            "<｜tool▁calls▁end｜>",
-            required=required,
-            parallel=False,
-        )
 
 
 class MistralParser(FormatParser):
@@ -276,8 +271,8 @@ class MistralParser(FormatParser):
     def _call(self, tool: str, schema: Mapping[str, Any]) -> Format:
         call_id: list[Format] = []
         if "[CALL_ID]" in self.context.tokenizer.special_tokens:
-            found = self.sequence("[CALL_ID]", RegexFormat(pattern="[a-zA-Z0-9]{9}"))
-            call_id = [OptionalFormat(content=found)]
+            format = self.sequence("[CALL_ID]", RegexFormat(pattern="[a-zA-Z0-9]{9}"))
+            call_id = [OptionalFormat(content=format)]
         return self.sequence(tool, *call_id, "[ARGS]", arguments_format(tool, schema))
 
 
@@ -309,7 +304,7 @@ class _MistralName(ToolName):
 
 
 class _MistralId(ToolName):
-    """The id of the call whose name came before."""
+    """The id of a call, after its name."""
 
     is_start = False
     ends_at = "{"
@@ -372,6 +367,8 @@ class Granite32(FormatParser):
     """Granite 3.2: reasoning and answer begin with a sentence each; calls are as in `granite`.
 
     `Here is my thought process:` and `Here is my response:`
+
+    Both sentences are ordinary text: a user who writes them can end the reasoning.
     """
 
     contract = 2

@@ -27,7 +27,11 @@ from .values import text_without
 
 
 class Json(FormatParser):
-    """Any model: an answer that is a JSON object with a name and arguments, or a list of them."""
+    """Any model: an answer that is a JSON object with a name and arguments, or a list of them.
+
+    With `after_text`, calls after other text are found: objects that begin with the `name` of a
+    tool of the request, or with `"type": "function"` before it.
+    """
 
     class Options(plugins.Options):
         """Where calls are found.
@@ -80,7 +84,11 @@ class Json(FormatParser):
 
 
 class Llama3Json(Json):
-    """Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, several separated by `;`."""
+    """Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, several separated by `;`.
+
+    Arguments may be JSON text in a string. Small models write text before their calls, so
+    `after_text` is true by default.
+    """
 
     class Options(Json.Options):
         """Where calls are found.
@@ -100,7 +108,7 @@ class Llama3Json(Json):
     _arguments = "parameters"
 
     def states(self) -> Mapping[str, ParserState]:
-        """Return those of `json`, and the marker that may come first."""
+        """Return the states of `json`, and the marker that may come first."""
         states, marker = super().states(), {"<|python_tag|>": "call"}
         return {
             **states,
@@ -135,16 +143,16 @@ class _TextWithCalls(TextWithCalls):
     head = re.compile(rf'(?:\[{_WS})?{_HEAD}(?P<tool>[^"\\\s]+)"')
 
     def begins(self, text: str, tools: Mapping[str, object]) -> bool:
-        found = "".join(text.split())
+        compact = "".join(text.split())
         for start in _STARTS:
-            if found.startswith(start):
-                name = found.removeprefix(start)
+            if compact.startswith(start):
+                name = compact.removeprefix(start)
                 if name.endswith('"'):
                     return self.head.fullmatch(text) is not None and (
                         not tools or name[:-1] in tools
                     )
                 return not tools or any(tool.startswith(name) for tool in tools)
-        return any(start.startswith(found) for start in _STARTS)
+        return any(start.startswith(compact) for start in _STARTS)
 
 
 class _Call(JsonCalls):

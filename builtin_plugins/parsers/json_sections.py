@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON between two markers: rows of a table, and what reads them."""
+"""Formats with calls as JSON between two markers: rows of a table, and their reader."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JsonSections(FormatParser):
         sections: the markers around calls: their ends by their beginnings. A bracket that ends a
             beginning is part of the JSON.
         calls: reads the JSON.
-        list_text: what is before, between and behind the calls of a section, in a grammar: of a
+        list_text: text before, between and behind the calls of a section, in a grammar: of a
             list, or of objects one after another. None where each call has a section, in which it
             has a line of its own.
         thinking: the markers around reasoning; none in a parser of tools only.
@@ -89,7 +89,7 @@ class JsonSections(FormatParser):
     ) -> Format:
         """Return the grammar of calls, or of text with calls in it."""
         call = choice_of_calls(tools, self.call)
-        found = []
+        formats = []
         for begin, end in self.sections.items():
             if self.list_text is None:
                 calls: Format = self.sequence("\n", call, "\n")
@@ -98,10 +98,10 @@ class JsonSections(FormatParser):
                 first = first.removeprefix("[") if begin.endswith("[") else first
                 calls = self.sequence(first, repeated(call, between, parallel=parallel), last)
             several = parallel and self.list_text is None
-            found.append(
+            formats.append(
                 self.tagged(begin, calls, end, required=required, parallel=several, separator="\n")
             )
-        return found[0] if len(found) == 1 else any_tag(*found, parallel=False)
+        return formats[0] if len(formats) == 1 else any_tag(*formats, parallel=False)
 
     def call(self, tool: str, schema: Mapping[str, Any]) -> Format:
         """Return the grammar of a call."""
@@ -124,18 +124,22 @@ class _Answer(Content):
         self._space: list[str] = []  # at the end of the text
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        found = text.rstrip()
-        if found:
-            begun = found if self._has_begun else found.lstrip()
+        stripped = text.rstrip()
+        if stripped:
+            begun = stripped if self._has_begun else stripped.lstrip()
             events.append(ContentText("".join([*self._space, begun])))
             self._has_begun, self._space = True, []
         if self._has_begun:
-            self._space.append(text[len(found) :])
+            self._space.append(text[len(stripped) :])
         return len(text)
 
 
 class Hermes(JsonSections):
-    """Hermes 2, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """Hermes 2, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    `parameters` may replace `arguments`, and either may precede the name. A marker inside a
+    JSON string is part of the string.
+    """
 
     contract = 2
     roles = ("tools",)
@@ -145,7 +149,11 @@ class Hermes(JsonSections):
 
 
 class Ernie45(JsonSections):
-    """ERNIE 4.5: `<think>...</think><response>...</response>`, and calls as in `hermes`."""
+    """ERNIE 4.5: `<think>...</think><response>...</response>`, and calls as in `hermes`.
+
+    `<response>` is a tag only at the beginning or after the reasoning. White space next to the
+    tags of the answer is left out.
+    """
 
     contract = 2
     roles = ("reasoning", "tools")
@@ -161,6 +169,8 @@ class Hunyuan(JsonSections):
     """Hunyuan A13B: `<think>...</think><answer>...</answer>`, and a list of calls.
 
     Calls are `<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`.
+
+    White space next to the tags of the answer is left out.
     """
 
     contract = 2
@@ -173,7 +183,10 @@ class Hunyuan(JsonSections):
 
 
 class Jamba(JsonSections):
-    """Jamba: `<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`."""
+    """Jamba: `<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`.
+
+    The end tag may be missing.
+    """
 
     contract = 2
     roles = ("tools",)
@@ -182,7 +195,10 @@ class Jamba(JsonSections):
 
 
 class Nemotron(JsonSections):
-    """Nemotron up to Nano 2: `<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>`."""
+    """Nemotron up to Nano 2: `<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>`.
+
+    Nemotron 3 writes the calls of `qwen3_coder`.
+    """
 
     contract = 2
     roles = ("tools",)
@@ -205,7 +221,11 @@ class Phi4Mini(JsonSections):
 
 
 class MiniMax(JsonSections):
-    """MiniMax-M1: calls as in `hermes`, a line each, between `<tool_calls>` and `</tool_calls>`."""
+    """MiniMax-M1: calls as in `hermes`, a line each, between `<tool_calls>` and `</tool_calls>`.
+
+    A line may hold a list of calls. The end tag may be missing at the end of the output; text
+    between calls is malformed.
+    """
 
     contract = 2
     roles = ("tools",)
@@ -234,6 +254,9 @@ class Cohere(JsonSections):
     `<|START_THINKING|>`, `<|START_RESPONSE|>` (later `<|START_TEXT|>`) and
     `<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]`, each with its
     end. The ids begin at 0 in each conversation, so calls get others.
+
+    Citations (`<co>...</co: 0:[0]>`) stay in the content. Requests with tools use the chat
+    template `tool_use`.
     """
 
     contract = 2
@@ -254,7 +277,7 @@ class Cohere(JsonSections):
     answers = {f"<|START_{name}|>": f"<|END_{name}|>" for name in ("RESPONSE", "TEXT")}
 
     def markers(self) -> ReasoningMarkers:
-        """Return the tokens of reasoning, and the one that begins an answer."""
+        """Return the tokens of reasoning, and the token that begins an answer."""
         special = self.context.tokenizer.special_tokens
         begin = next((begin for begin in self.answers if begin in special), "")
         prefix = self.encoded(begin)[0] if begin else ()

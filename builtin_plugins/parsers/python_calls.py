@@ -36,6 +36,9 @@ class Pythonic(FormatParser):
     """`[f(a=1, b="x"), g()]`: Llama 3.2, ToolACE and others.
 
     Arguments are keywords with literal values.
+
+    Nothing is evaluated. A call is returned when it is complete. After other text, `[NAME(`
+    begins a call if the request has a tool of that name.
     """
 
     class Options(plugins.Options):
@@ -113,9 +116,9 @@ class Llama4Pythonic(Pythonic):
         return self._states_of({begin: "call", end: "content"})
 
     def _calls(self, calls: Format) -> Format:
-        found = super()._calls(calls)
+        formats = super()._calls(calls)
         begin, end = self.marks
-        return OrFormat(elements=[self.sequence(begin, found, end), found])
+        return OrFormat(elements=[self.sequence(begin, formats, end), formats])
 
 
 class Lfm2(Llama4Pythonic):
@@ -128,7 +131,10 @@ class Lfm2(Llama4Pythonic):
 
 
 class Olmo3Parser(FormatParser):
-    """OLMo 3: calls as in `pythonic`, a line each, in `<function_calls>...</function_calls>`."""
+    """OLMo 3: calls as in `pythonic`, a line each, in `<function_calls>...</function_calls>`.
+
+    Literals may be of Python or of JSON. Its reasoning parser is `think_tags`.
+    """
 
     contract = 2
     roles = ("tools",)
@@ -178,18 +184,17 @@ def _call(tool: str, schema: Mapping[str, Any]) -> Format:
         ValueError: the tool, or a parameter, has no name of Python's.
     """
     if not _NAME.fullmatch(tool):
-        raise ValueError(f"expected a tool whose name Python could have, got {tool!r}")
+        raise ValueError(f"expected a tool named by a Python identifier, got {tool!r}")
     parameters = parameters_of(tool, schema)
     for name, _, _ in parameters:
         usual = name.isidentifier() and normalize("NFKC", name) == name
         if not usual or keyword.iskeyword(name) or name == "__debug__":
             raise ValueError(
-                f"the tool {tool!r}: expected parameters whose names Python could have, "
-                f"got {name!r}"
+                f"the tool {tool!r}: expected parameters named by Python identifiers, got {name!r}"
             )
     writer = _PythonLiterals(tool, schema)
-    found = writer.members(parameters, [in_lark(f"{name}=") for name, _, _ in parameters])
-    return writer.grammar(f'{in_lark(f"{tool}(")} {found} ")"')
+    members = writer.members(parameters, [in_lark(f"{name}=") for name, _, _ in parameters])
+    return writer.grammar(f'{in_lark(f"{tool}(")} {members} ")"')
 
 
 class _PythonLiterals(LiteralGrammar):
@@ -198,12 +203,12 @@ class _PythonLiterals(LiteralGrammar):
 
     def string(self, schema: Mapping[str, Any]) -> str:
         wanted = {key: schema[key] for key in schema if key in _STRING_KEYWORDS}
-        found = self.json({"type": "string", **wanted})
+        rule = self.json({"type": "string", **wanted})
         if {"pattern", "format"} & wanted.keys():
-            return found
+            return rule
         count = length_pattern(schema).removeprefix("(?s:.").removesuffix(")")
         quoted = r"'([^'\\\x00-\x1f\x7f]|\\[\\'nrt])"
-        return f"{found} | /{quoted}{count}'/"
+        return f"{rule} | /{quoted}{count}'/"
 
     def constant(self, text: str) -> str:
         texts = dict.fromkeys([json.dumps(text, ensure_ascii=False), repr(text)])
@@ -282,8 +287,8 @@ class _PythonCalls(Body):
         """Take the bracket and the name of the first call; anything else is content."""
         assert self._head is not None
         head, known = self._head + text, len(self._head)
-        found = _HEAD.match(head[:_LONGEST_HEAD])
-        if found:
+        match = _HEAD.match(head[:_LONGEST_HEAD])
+        if match:
             self._head = None
             self._before = known
             taken = self._feed(head, head.index("[") + 1, events) - known
@@ -377,7 +382,8 @@ class _PythonCalls(Body):
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         if self._head:
-            events.append(ContentText(self._head))
+            if not (cut and self.output.has_begun):  # else the call fails, with its whole text
+                events.append(ContentText(self._head))
         elif self._missing or "".join(self._parts).strip():
             reason = "the output ended inside it" if cut else "it is not complete"
             self.output.fail_call(reason, events)

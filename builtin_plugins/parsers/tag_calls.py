@@ -54,12 +54,12 @@ class Tags:
         end: the tag that ends a call.
         key: the text before a parameter's name; empty where name and value have tags of their own.
         value_end: the tag that ends a value.
-        quote: what is around names.
-        marks: what the tag of a text has behind the name, and that of other values.
+        quote: text around names.
+        marks: text behind the name in the tag of a text, and of other values.
         around: the text before and behind a value.
-        before_calls: what comes before the calls of a section.
-        before: what comes before each.
-        after: what comes after it.
+        before_calls: text before the calls of a section.
+        before: text before each call.
+        after: text after each call.
     """
 
     name: str = "<function="
@@ -109,11 +109,12 @@ class TagCalls(FormatParser):
         return {**states, "content": ParserState(Content, content), **self.call_states(content)}
 
     def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
-        """Return the states of a call, and of the content behind it, whose moves are given."""
+        """Return the states of a call, and of the content behind it, for the given moves."""
         tags, ends = self.tags, self.sections.values()
         over, cut = dict.fromkeys(ends, "behind"), dict.fromkeys(ends, "after")
         value = dict(zip(tags.value_ends, ("parameters", "end", "key"), strict=True))
         parameters = {tags.key: "key", tags.end: "end", **cut}
+        after_call = {**content, tags.value_end: "stray"}
         return {
             "call": ParserState(Between, {tags.name: "name", **over}),
             "name": ParserState(_TagName, {">": "opened"}),
@@ -122,8 +123,9 @@ class TagCalls(FormatParser):
             "key": ParserState(Key, {">": "value"}),
             "value": ParserState(partial(Value, around=tags.around), value),
             "end": ParserState(_CallEnd, {**content, tags.name: "name", **over}),
-            "after": ParserState(After, content),
-            "behind": ParserState(AfterCall, content),
+            "after": ParserState(After, after_call),
+            "behind": ParserState(AfterCall, after_call),
+            "stray": ParserState(partial(StrayEnd, tag=tags.value_end), after_call),
         }
 
     def call_format(
@@ -152,7 +154,7 @@ class TagCalls(FormatParser):
         Args:
             tool: its name.
             schema: schema of its arguments.
-            is_alone: whether the call's first tag, of which the name is left, stands for itself.
+            is_alone: whether the call's first tag, with the name left out, stands for itself.
         """
         tags = self.tags
         head = f"{tags.quote}{tool}{tags.quote}>\n"
@@ -172,19 +174,23 @@ class TagCalls(FormatParser):
         if set(name) & {*"<>\n", *quote} or name != name.strip() or not name:
             marks = "angle brackets, quotes and" if quote else "angle brackets and"
             raise ValueError(
-                f"the tool {tool!r}: expected parameters whose names have no {marks} line ends, "
+                f"the tool {tool!r}: expected parameter names without {marks} line ends, "
                 f"got {name!r}"
             )
 
     def _parameter(self, tool: str, parameter: Parameter, schema: Mapping[str, Any]) -> Format:
-        tags, found = self.tags, list[Format]()
+        tags, choices_by_mark = self.tags, list[Format]()
         values = self.values(tool, parameter, schema)
         for mark in dict.fromkeys(tags.marks):
-            choices = [one for is_text, one in values if tags.marks[not is_text] == mark]
+            choices = [value for is_text, value in values if tags.marks[not is_text] == mark]
             if choices:
                 head = f"{tags.key}{tags.quote}{parameter.name}{tags.quote}{mark}>"
-                found.append(self.sequence(head, either(choices), "\n"))
-        return either(found) if parameter.is_required else OptionalFormat(content=either(found))
+                choices_by_mark.append(self.sequence(head, either(choices), "\n"))
+        return (
+            either(choices_by_mark)
+            if parameter.is_required
+            else OptionalFormat(content=either(choices_by_mark))
+        )
 
     def values(
         self, tool: str, parameter: Parameter, root: Mapping[str, Any]
@@ -193,27 +199,27 @@ class TagCalls(FormatParser):
         tags = self.tags
         whole = resolved(parameter.schema, root)
         types = named_types(whole, root)
-        found: list[tuple[bool, Format]] = []
+        formats: list[tuple[bool, Format]] = []
         for schema in _alternatives(tool, whole, root):
             if "enum" in schema or "const" in schema:
-                found += self._constants(tool, schema, whole, root)
+                formats += self._constants(tool, schema, whole, root)
             elif not types or schema.get("type") == "string":
                 check_keywords(
                     tool, schema, {"type", "minLength", "maxLength", "format"} if types else ()
                 )
                 length = length_pattern(schema)
                 ends = tags.around.replace("\n", r"\n")
-                found.append((True, self._text(f"{ends}{length}{ends}")))
+                formats.append((True, self._text(f"{ends}{length}{ends}")))
             else:
                 if "string" in types:  # a text may be one of these values
                     allowed = set() if schema.get("type") in {"array", "object"} else {"type"}
                     check_keywords(tool, schema, allowed)
                 with_root = {key: root[key] for key in ("$defs", "definitions") if key in root}
                 value = JsonSchemaFormat(json_schema={**with_root, **schema})
-                found.append(
+                formats.append(
                     (False, self.sequence(tags.around, value, tags.around + tags.value_end))
                 )
-        return found
+        return formats
 
     def _text(self, pattern: str) -> Format:
         end, *others = self.tags.value_ends
@@ -317,7 +323,7 @@ class Key(Whole):
         notes = self.output.notes
         key, notes["is_text"] = self.parse(text)
         notes["key"] = key
-        if not key:
+        if not key or set(key) & {*"<>\n"}:
             self.output.fail_call(f"expected the name of a parameter, got {text[:100]!r}", events)
         elif key in notes["keys"]:
             self.output.fail_call(f"it has two values of the parameter {key[:100]!r}", events)
@@ -353,6 +359,8 @@ class Value(Whole):
     def finish(self, text: str, events: list[OutputEvent]) -> None:
         """Give the parameter as a member of the arguments."""
         notes, key = self.output.notes, self.output.notes["key"]
+        if self.output.target != "parameters":
+            notes["warnings"].append(f"the value of {key[:100]!r} has no end tag")
         text = text.removeprefix(self._around).removesuffix(self._around)
         value = value_of(text, self._schema, self.output.schema, notes["is_text"])
         events.append(ToolCallArguments(f"{notes['separator']}{quoted(key)}: {value}"))
@@ -380,17 +388,35 @@ class _CallEnd(Body):
 
 
 class After(AfterCall):
-    """Content behind a call whose end tag is missing."""
+    """Content behind a call without an end tag."""
 
     def open(self, events: list[OutputEvent]) -> None:
         """End the call."""
         end_call(self.output, events)
 
 
+class StrayEnd(Content):
+    """Content behind a call, from the end tag of a value on.
+
+    A value may have contained tags that ended it, and its call, too early.
+    """
+
+    def __init__(self, output: OpenOutput, tag: str) -> None:
+        """`tag`: the end tag of values."""
+        super().__init__(output)
+        self._tag = tag
+
+    def open(self, events: list[OutputEvent]) -> None:
+        """Warn, and keep the tag."""
+        reason = f"there is {self._tag} behind a call: a value of it may be cut"
+        self.output.warn(reason, events, self._tag)
+
+
 def begin_call(output: OpenOutput, events: list[OutputEvent]) -> None:
-    """Begin the call whose name is known."""
+    """Begin a call after its name."""
     output.begin_call(events)
-    output.notes["separator"], output.notes["keys"] = "{", set()
+    notes = output.notes
+    notes["separator"], notes["keys"], notes["warnings"] = "{", set(), list[str]()
 
 
 def end_call(output: OpenOutput, events: list[OutputEvent]) -> None:
@@ -399,3 +425,5 @@ def end_call(output: OpenOutput, events: list[OutputEvent]) -> None:
         separator = output.notes["separator"]
         events.append(ToolCallArguments("{}" if separator == "{" else "}"))
         output.end_call(events)
+        for reason in output.notes["warnings"]:
+            output.warn(reason, events)

@@ -43,11 +43,11 @@ class TextWithCalls(Content):
         known, text, self._waiting = len(self._waiting), self._waiting + text, ""
         tools, at = self.output.request.tools, 0
         while at < len(text):
-            found = self.bracket.search(text, at)
-            end = found.start() if found else len(text)
+            match = self.bracket.search(text, at)
+            end = match.start() if match else len(text)
             if end > at:
                 events.append(ContentText(text[at:end]))
-            if not found:
+            if not match:
                 break
             at, begun = end, text[end : end + LONGEST_HEAD]
             head = self.head.match(begun)
@@ -70,8 +70,8 @@ class TextWithCalls(Content):
 
 def head_of_call(output: OpenOutput) -> str:
     """Return the head that `TextWithCalls` left for the body of a call; empty without one."""
-    found: str = output.notes.pop("head", "")
-    return found
+    head: str = output.notes.pop("head", "")
+    return head
 
 
 def head_pattern(before: str, tools: Iterable[str], after: str) -> str:

@@ -31,6 +31,8 @@ class ThinkTags(FormatParser):
     DeepSeek-R1 (arXiv:2501.12948), Qwen3 (arXiv:2505.09388), QwQ and GLM write them. The tags
     belong to neither part; everything else is kept unchanged, white space included. Reasoning
     comes before the answer: behind other text, a start tag is text.
+
+    If the prompt ends with the start tag, the output begins inside the reasoning.
     """
 
     contract = 2

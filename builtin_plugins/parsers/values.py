@@ -18,8 +18,8 @@ _KEYWORDS = {
     "array": {"items", "minItems", "maxItems", "uniqueItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-_DEEPEST = 5  # levels of lists and objects in a value whose schema leaves it open
-_LARGEST = 10**15  # number whose bounds the schema leaves open: in Python, 1e999 is infinite
+_DEEPEST = 5  # levels of lists and objects in a value with an open schema
+_LARGEST = 10**15  # number with open bounds in the schema: in Python, 1e999 is infinite
 
 
 class Parameter(NamedTuple):
@@ -39,13 +39,13 @@ def text_without(
         pattern: a regular expression.
         markers: texts.
         end: a text behind it, which may be one of the markers.
-        patterns: regular expressions, of which it has no match either.
+        patterns: regular expressions without a match in it.
     """
     escaped = [re.escape(marker).replace("\\\n", r"\n") for marker in markers]
-    found = [one.replace("/", r"\/") for one in (*escaped, *patterns)]
-    if not found:
+    excluded = [expression.replace("/", r"\/") for expression in (*escaped, *patterns)]
+    if not excluded:
         return RegexFormat(pattern=f"(?:{pattern}){re.escape(end)}")
-    source = f"/{pattern}/ & ~/(?s:.*)(?:{'|'.join(found)})(?s:.*)/"
+    source = f"/{pattern}/ & ~/(?s:.*)(?:{'|'.join(excluded)})(?s:.*)/"
     return GrammarFormat(grammar=f"start: TEXT\nTEXT: ({source}) {in_lark(end)}\n")
 
 
@@ -69,7 +69,7 @@ def unsupported(tool: str, keyword: str) -> ValueError:
 
 
 def check_keywords(tool: str, schema: Mapping[str, Any], supported: Iterable[str]) -> None:
-    """Check that a schema has no other keywords, but for those that only describe it.
+    """Check that a schema has no other keywords, except annotations.
 
     Raises:
         ValueError: naming one.
@@ -104,7 +104,7 @@ class LiteralGrammar(ABC):
     no type, is of any value with a few levels at most.
 
     Attributes:
-        comma: what is between two members or items, in Lark.
+        comma: text between two members or items, in Lark.
         literals: the literals `true`, `false` and `null`, in Lark.
     """
 
@@ -127,11 +127,11 @@ class LiteralGrammar(ABC):
 
     @abstractmethod
     def key(self, name: str) -> str:
-        """Return the expression of a member's name and what separates its value."""
+        """Return the expression of a member's name and its separator."""
 
     @abstractmethod
     def any_key(self) -> str:
-        """Return the expression of any member's name and what separates its value."""
+        """Return the expression of any member's name and its separator."""
 
     def rule(self, body: str) -> str:
         """Add a rule, and return its name."""
@@ -145,7 +145,7 @@ class LiteralGrammar(ABC):
         return GrammarFormat(grammar="\n".join([*rules, ""]))
 
     def members(self, parameters: Sequence[Parameter], keys: Sequence[str]) -> str:
-        """Return the expression of members with commas between, of which some may be missing."""
+        """Return the expression of members with commas between, some of them optional."""
         first, more = '""', '""'
         for parameter, key in reversed(list(zip(parameters, keys, strict=True))):
             member = self.rule(f"{key} {self.value(parameter.schema)}")
@@ -199,12 +199,12 @@ class LiteralGrammar(ABC):
             case "string":
                 return self.string(schema)
             case "integer" | "number":
-                given = {key: schema[key] for key in _KEYWORDS["number"] if key in schema}
-                if not {"minimum", "exclusiveMinimum"} & given.keys():
-                    given["minimum"] = -_LARGEST
-                if not {"maximum", "exclusiveMaximum"} & given.keys():
-                    given["maximum"] = _LARGEST
-                return self.json({"type": kind, **given})
+                limits = {key: schema[key] for key in _KEYWORDS["number"] if key in schema}
+                if not {"minimum", "exclusiveMinimum"} & limits.keys():
+                    limits["minimum"] = -_LARGEST
+                if not {"maximum", "exclusiveMaximum"} & limits.keys():
+                    limits["maximum"] = _LARGEST
+                return self.json({"type": kind, **limits})
             case "boolean":
                 return f"{self.literals['true']} | {self.literals['false']}"
             case "null":

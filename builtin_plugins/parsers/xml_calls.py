@@ -1,10 +1,11 @@
-"""Formats whose calls have a tag for each parameter: rows that `tag_calls` reads."""
+"""Formats of calls with a tag for each parameter: rows for `tag_calls`."""
 
 # ruff: noqa: RUF001, RUF002 - the markers of DeepSeek and Step are written so
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from hardpoint.plugins.output_parser import OutputEvent
@@ -19,7 +20,17 @@ from hardpoint.toolkit.parsing.format_parser import (
     choice_of_calls,
 )
 
-from .tag_calls import After, Key, Parameters, TagCalls, Tags, Value, begin_call, either
+from .tag_calls import (
+    After,
+    Key,
+    Parameters,
+    StrayEnd,
+    TagCalls,
+    Tags,
+    Value,
+    begin_call,
+    either,
+)
 from .values import parameters_of
 
 
@@ -82,6 +93,10 @@ class MiniMaxM2(TagCalls):
 
     A call is `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`, the section
     `<minimax:tool_call>...</minimax:tool_call>`.
+
+    A value is text if the schema of the tool requires it, else JSON if it is valid. It ends at
+    `</parameter>`, or at a line that begins with `<parameter name=` or `</invoke>`. Its
+    reasoning parser is `think_tags`.
     """
 
     contract = 2
@@ -92,12 +107,15 @@ class MiniMaxM2(TagCalls):
 
 
 class DeepSeekV32(TagCalls):
-    """DeepSeek-V3.2 and V4: a section of calls, whose tags state which values are text.
+    """DeepSeek-V3.2 and V4: a section of calls; tags state which values are text.
 
     A call is `<｜DSML｜invoke name="NAME">`, then for each parameter
     `<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>`. A value with
     `string="false"` is JSON. The section is `<｜DSML｜function_calls>`, of V4
     `<｜DSML｜tool_calls>`.
+
+    The model has no Jinja chat template, so `auto` does not select the parser: name it. The
+    value of a parameter is complete before it is returned.
     """
 
     contract = 2
@@ -123,6 +141,8 @@ class Step3(TagCalls):
     A call is `<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">`, then
     `<steptml:parameter name="KEY">VALUE</steptml:parameter>` for each parameter, and
     `</steptml:invoke><｜tool_call_end｜>`. The section begins with `<｜tool_calls_begin｜>`.
+
+    Its reasoning parser is `think_tags`. Step 3.5 writes the calls of `qwen3_coder`.
     """
 
     contract = 2
@@ -140,7 +160,7 @@ class Step3(TagCalls):
     )
 
     def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
-        """Return those of `TagCalls`, with the tokens around a call."""
+        """Return the states of `TagCalls`, with the tokens around a call."""
         states = super().call_states(content)
         call, end = states["call"], states["end"]
         return {
@@ -156,6 +176,9 @@ class Glm45(TagCalls):
 
     `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`, up to GLM-4.6
     with a line's end behind the name and each tag.
+
+    A value is text if the schema of the tool requires it, else JSON if it is valid. Its
+    reasoning parser is `think_tags`.
     """
 
     contract = 2
@@ -169,13 +192,15 @@ class Glm45(TagCalls):
     def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
         """Return the states of a call, and of the content behind it."""
         parameters = {"<arg_key>": "key", "</tool_call>": "end"}
+        after_call = {**content, self.tags.value_end: "stray"}
         return {
             "call": ParserState(_GlmName, parameters),
             "parameters": ParserState(Parameters, parameters),
             "key": ParserState(_GlmKey, {"</arg_key>": "before"}),
             "before": ParserState(Parameters, {"<arg_value>": "value"}),
             "value": ParserState(Value, {"</arg_value>": "parameters"}),
-            "end": ParserState(After, content),
+            "end": ParserState(After, after_call),
+            "stray": ParserState(partial(StrayEnd, tag=self.tags.value_end), after_call),
         }
 
     def call(self, tool: str, schema: Mapping[str, Any], *, is_alone: bool = False) -> Format:  # noqa: ARG002
@@ -184,11 +209,11 @@ class Glm45(TagCalls):
         elements: list[str | Format] = [tool, line]
         for parameter in parameters_of(tool, schema):
             self.check_key(tool, parameter.name)
-            values = either([one for _, one in self.values(tool, parameter, schema)])
-            found = self.sequence(
+            values = either([value for _, value in self.values(tool, parameter, schema)])
+            argument = self.sequence(
                 f"<arg_key>{parameter.name}</arg_key>", line, "<arg_value>", values, line
             )
-            elements.append(found if parameter.is_required else OptionalFormat(content=found))
+            elements.append(argument if parameter.is_required else OptionalFormat(content=argument))
         return self.sequence(*elements)
 
 

@@ -40,6 +40,9 @@ class Fair(SchedulingPolicy):
 
     Beyond the paper: tokens are charged when they are computed, so an aborted request costs what it
     used; tokens from the prefix cache are free; recomputation after a preemption is free.
+
+    A tenant without waiting requests earns no credit. On a server, each key is a tenant: the
+    tag `tenant` is the name of the key, unless its `tags` name another.
     """
 
     contract = 1
@@ -90,7 +93,7 @@ class Fair(SchedulingPolicy):
         """Open an account for a request."""
         charged = self._imported.pop(request.request_id, None)
         imported = charged is not None
-        if charged is None:  # what was computed under another policy is not charged
+        if charged is None:  # computed under another policy, which is not charged
             known = request.num_tokens - 1 if request.output_token_ids else 0
             charged = max(known, request.num_computed_tokens)
         account = _Account(self._counters.add(self.group(request)), charged)

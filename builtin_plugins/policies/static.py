@@ -21,7 +21,10 @@ class FirstComeFirstServed(SchedulingPolicy):
 
 
 class Priority(SchedulingPolicy):
-    """Runs smaller values of `priority` first, ties in order of arrival."""
+    """Runs smaller values of `priority` first, ties in order of arrival.
+
+    The request with the largest value is preempted first, of equal values the last to arrive.
+    """
 
     contract = 1
 

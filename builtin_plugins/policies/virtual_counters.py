@@ -10,7 +10,7 @@ from itertools import count
 
 @dataclass(slots=True, eq=False)
 class ClientCounter:
-    """A client that has requests, or whose counter is above the level.
+    """A client with requests, or with a counter above the level.
 
     Attributes:
         counter: received service as cost over weight; lifted when it begins to wait again.
@@ -38,7 +38,7 @@ class VirtualCounters:
     # The level never falls: counters only rise, a client that begins to wait is at the level or
     # above, and the last one to wait had the smallest counter. So a client without requests is
     # dropped once its counter is not above the level: it would be lifted to the level anyway. Kept
-    # are clients with requests and those above the level.
+    # are clients with requests, and clients above the level.
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """`weights` are by client name; the default is 1."""
@@ -67,7 +67,7 @@ class VirtualCounters:
         return client
 
     def wait(self, client: ClientCounter, *, lift: bool = True) -> None:
-        """Count a waiting request; `lift` is False for one that has been waiting all along."""
+        """Count a waiting request; `lift` is False for a request that has waited all along."""
         if not client.waiting:
             if lift:
                 client.counter = max(client.counter, self.level())

@@ -10,12 +10,12 @@ import torch
 from hardpoint.plugins import Pooler, PromptPooler
 
 _ROWS = 64
-"""Tokens whose hidden states are added at once; the rest waits for more, so that how a prompt is
+"""Tokens with hidden states added at once; the rest waits for more, so that how a prompt is
 cut into chunks makes no difference in any bit."""
 
 
 class Last(Pooler):
-    """The hidden state of the last token: what causal models are trained for."""
+    """The hidden state of the last token, as trained in causal models."""
 
     contract = 1
     needs_all = False

@@ -52,7 +52,7 @@ class _KeptRows(PromptPooler):
     def __init__(
         self, num_tokens: int, context: plugins.PoolerContext, positions: Sequence[int]
     ) -> None:
-        """Keep those of `positions`, in their order, of so many tokens."""
+        """Keep the vectors of `positions`, in their order, of so many tokens."""
         self._places = torch.full((num_tokens,), -1, dtype=torch.int64)
         self._places[list(positions)] = torch.arange(len(positions))
         self._shape = len(positions), context.hidden_size

@@ -1,4 +1,4 @@
-"""Checkpoints of AutoAWQ (activation-aware weight quantisation, arXiv:2306.00978)."""
+"""Checkpoints of AutoAWQ (activation-aware weight quantization, arXiv:2306.00978)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .packed import (
 )
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The rows of the matrix whose codes a word has, from its lowest four bits on."""
+"""The rows of the matrix with codes in a word, from its lowest four bits on."""
 _PER_WORD = 8
 _BITS = 4
 
@@ -47,12 +47,12 @@ class AWQ(StoredScheme):
         Raises:
             ModelError: there are not four bits, no zeros, or it is another version.
         """
-        given = self.context.config
-        one_of(fields, "bits", given.get("bits", given.get("w_bit")), [_BITS])
-        one_of(fields, "zero_point", given.get("zero_point", True), [True])
-        one_of(fields, "version", str(given.get("version", "gemm")).lower(), ["gemm"])
-        one_of(fields, "backend", given.get("backend", "autoawq"), ["autoawq"])
-        size = given.get("group_size", given.get("q_group_size"))
+        config = self.context.config
+        one_of(fields, "bits", config.get("bits", config.get("w_bit")), [_BITS])
+        one_of(fields, "zero_point", config.get("zero_point", True), [True])
+        one_of(fields, "version", str(config.get("version", "gemm")).lower(), ["gemm"])
+        one_of(fields, "backend", config.get("backend", "autoawq"), ["autoawq"])
+        size = config.get("group_size", config.get("q_group_size"))
         self._group = group_size(fields, "group_size", size)
 
     def check_tensors(self, stored: QuantizedWeight) -> None:

@@ -31,7 +31,7 @@ class BitsAndBytes(StoredScheme):
     Of four bits, `weight` has two codes in a byte, uint8 [rows * columns / 2, 1], the first one in
     its upper half. They stand for the numbers of `quant_map`, times the `absmax` of their block,
     which may be in codes itself (`nested_absmax`, `nested_quant_map`). bfloat16 does not hold the
-    numbers, so that matrices are dequantised. Those of int8 (`weight` and `SCB`) stay codes.
+    numbers, so that matrices are dequantized. int8 matrices (`weight` and `SCB`) stay codes.
     """
 
     contract = 1
@@ -59,7 +59,7 @@ class BitsAndBytes(StoredScheme):
         Raises:
             ModelError: there are neither, or codes are stored in another dtype than uint8.
         """
-        given = self.context.config
+        config = self.context.config
         modes = {
             bits: fields.flag(f"load_in_{bits}bit", fields.flag(f"_load_in_{bits}bit", False))
             for bits in (4, 8)
@@ -70,9 +70,9 @@ class BitsAndBytes(StoredScheme):
             )
         self._bits = 4 if modes[4] else 8
         if self._bits == 4:
-            kind = given.get("bnb_4bit_quant_type") or "fp4"
+            kind = config.get("bnb_4bit_quant_type") or "fp4"
             one_of(fields, "bnb_4bit_quant_type", kind, _KINDS)
-            storage = given.get("bnb_4bit_quant_storage") or "uint8"
+            storage = config.get("bnb_4bit_quant_storage") or "uint8"
             one_of(fields, "bnb_4bit_quant_storage", storage, ["uint8"])
             self._state = _STATE + kind
 
@@ -96,9 +96,9 @@ class BitsAndBytes(StoredScheme):
             "absmax": ((torch.float32, torch.uint8), (self._num_blocks(stored),)),
             "quant_map": ((torch.float32,), (16,)),
         }
-        found = stored.tensors.get("absmax")
-        if found is not None and found.dtype == torch.uint8:
-            nested = -(-found.shape[0] // _NESTED_BLOCK)
+        absmax = stored.tensors.get("absmax")
+        if absmax is not None and absmax.dtype == torch.uint8:
+            nested = -(-absmax.shape[0] // _NESTED_BLOCK)
             shapes["nested_absmax"] = (torch.float32,), (nested,)
             shapes["nested_quant_map"] = (torch.float32,), (256,)
         state = stored.tensors.get(self._state)
@@ -122,21 +122,21 @@ class BitsAndBytes(StoredScheme):
         shape: tuple[int, int],  # noqa: ARG002
         stored: QuantizedWeight | None = None,  # noqa: ARG002
     ) -> int:
-        """Return 1: numbers, and codes of which a row has one scale, can be cut anywhere."""
+        """Return 1: numbers, and codes with one scale per row, can be cut anywhere."""
         return 1
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
-        """Return the bytes of codes of int8 and their scales; None of what is dequantised."""
+        """Return the bytes of int8 codes and their scales; None if they are dequantized."""
         if not self.context.config or self._bits == 4:
             return None
         return shape[0] * (shape[1] + 4)
 
     def _num_blocks(self, stored: QuantizedWeight) -> int:
-        """Return the number of blocks: that of the tensor, if it can be, else the most common."""
+        """Return the number of blocks: of the tensor, if possible, or else the most common one."""
         rows, columns = stored.shape
         counts = [-(-rows * columns // size) for size in _BLOCKS]
-        found = stored.tensors.get("absmax")
-        count = found.shape[0] if found is not None and found.dim() == 1 else 0
+        absmax = stored.tensors.get("absmax")
+        count = absmax.shape[0] if absmax is not None and absmax.dim() == 1 else 0
         return count if count in counts else counts[1]
 
     def _four_bits(self, stored: QuantizedWeight) -> DenseMatrix:
@@ -169,14 +169,14 @@ class BitsAndBytes(StoredScheme):
         """Return the scales of blocks, float32.
 
         Raises:
-            ValueError: one is not finite, or those of codes have other blocks or no offset.
+            ValueError: a number is not finite, or codes have other blocks or no offset.
         """
         scales = tensors["absmax"]
         if scales.dtype == torch.uint8:
-            one = state.get("nested_blocksize")
-            if one != _NESTED_BLOCK:
+            size = state.get("nested_blocksize")
+            if size != _NESTED_BLOCK:
                 raise ValueError(
-                    f"{self._state}: nested_blocksize: expected {_NESTED_BLOCK}, got {short(one)}"
+                    f"{self._state}: nested_blocksize: expected {_NESTED_BLOCK}, got {short(size)}"
                 )
             offset = state.get("nested_offset")
             if not isinstance(offset, float) or not math.isfinite(offset):

@@ -47,7 +47,7 @@ class Weights(ABC):
 
     @abstractmethod
     def reading(self, columns: int) -> tuple[object, ...]:
-        """Return all that decides what tensors mean that pass `check`."""
+        """Return all settings that decide the meaning of tensors that pass `check`."""
 
     @abstractmethod
     def check(self, stored: QuantizedWeight) -> None:
@@ -71,7 +71,7 @@ class Weights(ABC):
 
     @abstractmethod
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
-        """Return the bytes of codes, scales and offsets; None of what may be dequantised."""
+        """Return the bytes of codes, scales and offsets; None if they may be dequantized."""
 
     def rank(self, module: str) -> int:
         """Return how well a module fits the targets, the best first: name, pattern, class.
@@ -104,7 +104,7 @@ class Integers(Weights):
     reorders: bool
 
     def reading(self, columns: int) -> tuple[object, ...]:
-        """Return all that decides what tensors mean that pass `check`."""
+        """Return all settings that decide the meaning of tensors that pass `check`."""
         return self.bits, min(self.group or columns, columns)
 
     def check(self, stored: QuantizedWeight) -> None:
@@ -163,7 +163,7 @@ class Integers(Weights):
         return None if self.reorders else alignment(columns, self.group)
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
-        """Return the bytes of codes, scales and offsets; None of what may be dequantised."""
+        """Return the bytes of codes, scales and offsets; None if they may be dequantized."""
         if self.reorders:
             return None
         return stored_bytes(shape, self.bits, self.group, not self.symmetric)
@@ -175,7 +175,7 @@ class Integers(Weights):
         return numbers.bitwise_xor(128).view(torch.int8)
 
     def _codes_of_bytes(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
-        """Return signed numbers, those of 4 bits with 8 added.
+        """Return signed numbers, 4-bit numbers with 8 added.
 
         Raises:
             ValueError: they have more bits.
@@ -192,7 +192,7 @@ class Integers(Weights):
 
 @dataclass(frozen=True)
 class Floats(Weights):
-    """Numbers of float8 e4m3, dequantised.
+    """Numbers of float8 e4m3, dequantized.
 
     Attributes:
         strategy: "channel" (a scale per row), "tensor" (one for the matrix) or "block".
@@ -203,7 +203,7 @@ class Floats(Weights):
     block: tuple[int, int] | None
 
     def reading(self, columns: int) -> tuple[object, ...]:  # noqa: ARG002
-        """Return all that decides what tensors mean that pass `check`."""
+        """Return all settings that decide the meaning of tensors that pass `check`."""
         return self.strategy, self.block
 
     def check(self, stored: QuantizedWeight) -> None:
@@ -231,7 +231,7 @@ class Floats(Weights):
         return 1
 
     def stored_bytes(self, shape: tuple[int, int]) -> None:
-        """Return None: matrices are dequantised."""
+        """Return None: matrices are dequantized."""
 
 
 def _is_name(target: str, module: str) -> bool:
@@ -244,7 +244,7 @@ def _is_match(target: str, module: str) -> bool:
     return matches(target, _PATTERN, module, "targets of the config_groups")
 
 
-def _is_class(target: str, module: str) -> bool:  # noqa: ARG001 - all that are quantised have it
+def _is_class(target: str, module: str) -> bool:  # noqa: ARG001 - all that are quantized have it
     return target == "Linear"
 
 
@@ -254,7 +254,7 @@ def read_weights(weights: Mapping[str, Any], source: str, targets: tuple[str, ..
     Args:
         weights: its own description of them.
         source: where that is, for messages.
-        targets: what the group is for.
+        targets: modules of the group.
 
     Raises:
         ModelError: they are no integers of four or eight bits, nor float8, or a field is not known.

@@ -14,14 +14,14 @@ from .packed import SOURCE, StoredScheme, one_of, refuse_unknown
 _FORMATS = (*FORMATS["int"], *FORMATS["float"])
 _ACTIVATIONS = ("input_activations", "output_activations")
 _BITS = 8
-"""Of activations whose quantisation may be left out."""
+"""Keys of activations with optional quantization."""
 
 
 class CompressedTensors(StoredScheme):
     """Integers of four or eight bits, packed (`weight_packed`) or as bytes (`weight`), or float8.
 
-    Activations that are to be quantised with stored scales are refused: the results would be other
-    ones than those that the checkpoint was made for. Those of eight bits whose scales are computed
+    Activations that are to be quantized with stored scales are rejected: the results would be
+    other ones than the checkpoint was made for. Activations of eight bits with scales computed
     while the model runs (`dynamic`) are left as they are, which is nearer to the whole numbers.
     """
 
@@ -33,14 +33,14 @@ class CompressedTensors(StoredScheme):
         """Read the `config_groups`.
 
         Raises:
-            ModelError: one of them quantises something else than weights, or is not supported.
+            ModelError: one of them quantizes something else than weights, or is not supported.
         """
-        given = self.context.config
-        one_of(fields, "kv_cache_scheme", given.get("kv_cache_scheme"), [None])
-        one_of(fields, "transform_config", given.get("transform_config") or None, [None])
+        config = self.context.config
+        one_of(fields, "kv_cache_scheme", config.get("kv_cache_scheme"), [None])
+        one_of(fields, "transform_config", config.get("transform_config") or None, [None])
         sparsity = fields.table("sparsity_config").get("format", "dense")
         one_of(fields, "sparsity_config.format", sparsity, ["dense"])
-        form = given.get("format", FORMATS["int"][0])
+        form = config.get("format", FORMATS["int"][0])
         one_of(fields, "format", form, [*dict.fromkeys(_FORMATS), "mixed-precision"])
         groups = fields.table("config_groups")
         if not groups:
@@ -56,7 +56,7 @@ class CompressedTensors(StoredScheme):
         self._fitting(stored)
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
-        """Return codes with scales and, where there are zeros, offsets; or what they stand for.
+        """Return codes with scales and, if there are zeros, offsets; or dequantized numbers.
 
         Raises:
             ValueError: a tensor is missing, or its dtype, shape or content is wrong.
@@ -117,7 +117,7 @@ def _read_group(name: str, group: Any) -> Weights:
     """Return how one of the `config_groups` stores weights.
 
     Raises:
-        ModelError: it quantises something else, or is not supported.
+        ModelError: it quantizes something else, or is not supported.
     """
     fields = ConfigFields({name: group}, SOURCE)
     values = fields.table(name)
@@ -125,8 +125,8 @@ def _read_group(name: str, group: Any) -> Weights:
     refuse_unknown(values, ("targets", "weights", "format", *_ACTIVATIONS), place)
     inner = ConfigFields(values, place)
     for activations in _ACTIVATIONS:
-        if given := values.get(activations):
-            _check_activations(inner, activations, given)
+        if settings := values.get(activations):
+            _check_activations(inner, activations, settings)
     weights = inner.table("weights")
     if not weights:
         raise inner.error("weights", f"expected a table, got {short(values.get('weights'))}")
@@ -148,16 +148,16 @@ def _read_targets(fields: ConfigFields, targets: Any) -> tuple[str, ...]:
     return tuple(targets)
 
 
-def _check_activations(fields: ConfigFields, name: str, given: Any) -> None:
+def _check_activations(fields: ConfigFields, name: str, settings: Any) -> None:
     """Check that activations may be left as they are.
 
     Raises:
         ModelError: their scales are stored, or they have another number of bits.
     """
-    is_dynamic = isinstance(given, dict) and given.get("dynamic") is True
-    if not is_dynamic or given.get("num_bits") != _BITS:
+    is_dynamic = isinstance(settings, dict) and settings.get("dynamic") is True
+    if not is_dynamic or settings.get("num_bits") != _BITS:
         raise fields.error(
             name,
-            f"activations that are quantised are not supported, expected none, or eight bits that "
-            f"are dynamic, whose weights alone are read; got {short(given)}",
+            f"activations that are quantized are not supported, expected none, or dynamic "
+            f"eight bits, with only the weights quantized here; got {short(settings)}",
         )

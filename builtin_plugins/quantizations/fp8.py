@@ -21,11 +21,11 @@ class FP8(StoredScheme):
 
     The scales are `weight_scale_inv` or `weight_scale`, [rows / rows of a block, columns / columns
     of a block], both rounded up; without `weight_block_size` they are [rows], [rows, 1] or one
-    number. No operation multiplies such codes, so that matrices are dequantised.
+    number. No operation multiplies such codes, so that matrices are dequantized.
 
-    Activations that were to be quantised while the model runs (`dynamic`) are left as they are,
-    which is nearer to the numbers that the weights were made of; those with stored scales
-    (`static`) are refused.
+    Activations that were to be quantized while the model runs (`dynamic`) are left as they are,
+    which is nearer to the original numbers of the weights; activations with stored scales
+    (`static`) are rejected.
     """
 
     contract = 1
@@ -44,12 +44,12 @@ class FP8(StoredScheme):
         Raises:
             ModelError: it is another floating format, or activations have stored scales.
         """
-        given = self.context.config
-        one_of(fields, "activation_scheme", given.get("activation_scheme", "dynamic"), ["dynamic"])
-        one_of(fields, "fmt", given.get("fmt") or "e4m3", ["e4m3", "float8_e4m3fn"])
-        one_of(fields, "scale_fmt", given.get("scale_fmt") or "float", ["float", "ue8m0"])
-        one_of(fields, "expert_dtype", given.get("expert_dtype") or "fp8", ["fp8"])
-        self._block = read_block(fields, "weight_block_size", given.get("weight_block_size"))
+        config = self.context.config
+        one_of(fields, "activation_scheme", config.get("activation_scheme", "dynamic"), ["dynamic"])
+        one_of(fields, "fmt", config.get("fmt") or "e4m3", ["e4m3", "float8_e4m3fn"])
+        one_of(fields, "scale_fmt", config.get("scale_fmt") or "float", ["float", "ue8m0"])
+        one_of(fields, "expert_dtype", config.get("expert_dtype") or "fp8", ["fp8"])
+        self._block = read_block(fields, "weight_block_size", config.get("weight_block_size"))
 
     def check_tensors(self, stored: QuantizedWeight) -> None:
         """Check names, dtypes and shapes.
@@ -63,9 +63,9 @@ class FP8(StoredScheme):
             shape: tuple[int, ...] = scales_of_blocks(stored.shape, self._block)
         else:
             scales = stored.tensors.get(name)
-            found = () if scales is None else tuple(scales.shape)
+            actual = () if scales is None else tuple(scales.shape)
             shapes: list[tuple[int, ...]] = [(rows, 1), (rows,), (1, 1), (1,), ()]
-            shape = found if found in shapes else shapes[0]
+            shape = actual if actual in shapes else shapes[0]
         dtypes = (*SCALES, torch.float8_e8m0fnu)
         expect(stored, {"weight": ((E4M3,), (rows, columns)), name: (dtypes, shape)})
 

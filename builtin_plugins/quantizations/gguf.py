@@ -123,7 +123,7 @@ class IQ4_NL(Blocks):  # noqa: N801
 
 
 class IQ4_XS(Blocks):  # noqa: N801
-    """An outer scale, 8 scales of six bits less 32, and 256 codes like those of IQ4_NL."""
+    """An outer scale, 8 scales of six bits less 32, and 256 codes as in IQ4_NL."""
 
     contract = 1
     columns = 256
@@ -167,19 +167,19 @@ class Q4_K(Blocks):  # noqa: N801
     size = 144
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
-        """Return codes and what they are multiplied by and added to."""
+        """Return codes, factors and offsets."""
         return _with_minima(blocks, nibbles(blocks[..., 16:], 32).flatten(1), 4)
 
 
 class Q5_K(Blocks):  # noqa: N801
-    """The same with codes of five bits, whose highest bits come first."""
+    """The same with codes of five bits, highest bits first."""
 
     contract = 1
     columns = 256
     size = 176
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
-        """Return codes and what they are multiplied by and added to."""
+        """Return codes, factors and offsets."""
         codes = nibbles(blocks[..., 48:], 32).flatten(2, 3)  # [rows, blocks, 8, 32]
         high = blocks[..., 16:48]
         for index in range(8):
@@ -196,7 +196,7 @@ class Q6_K(Blocks):  # noqa: N801
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes, scales of 16 columns and outer scales."""
-        # Of each 128 columns, the lower halves of 64 bytes are those of the first 64.
+        # Of each 128 columns, the lower halves of 64 bytes belong to the first 64.
         rows, count, _ = blocks.shape
         codes = nibbles(blocks[..., :128], 64).view(rows, count, 2, 4, 32)
         high = blocks[..., 128:192].reshape(rows, count, 2, 32)
@@ -213,7 +213,7 @@ class Q6_K(Blocks):  # noqa: N801
 
 
 def _with_minima(blocks: torch.Tensor, codes: torch.Tensor, bits: int) -> AffineCodes:
-    # 12 bytes: the lower six bits of 4 scales, then of 4 minima, whose two upper bits are those of
+    # 12 bytes: the lower six bits of 4 scales, then of 4 minima, with the upper two bits of
     # 4 further scales and minima; the lower four bits of these.
     low, middle, last = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat([low & 63, (last & 15) | (low >> 6 << 4)], -1)
@@ -239,7 +239,7 @@ def nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
 
     Args:
         packed: uint8 [rows, blocks, bytes].
-        run: bytes whose lower halves come first, then the upper ones.
+        run: bytes with lower halves first, then upper ones.
     """
     rows, blocks, size = packed.shape
     packed = packed.view(rows, blocks, size // run, run)
@@ -250,7 +250,7 @@ def nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
 
 
 def _five_bits(packed: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return codes uint8 [rows, columns], whose fifth bits are in `high` [rows, blocks, 4]."""
+    """Return codes uint8 [rows, columns], with fifth bits from `high` [rows, blocks, 4]."""
     codes = nibbles(packed, 16).view(*packed.shape[:2], 4, 8)
     for index in range(8):
         codes[..., index] |= (high >> index & 1) << 4

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files (IQ2 and IQ3) whose codes name entries of a codebook, eight or four numbers.
+"""Blocks of GGUF files (IQ2 and IQ3) with codes for entries of a codebook, 8 or 4 numbers.
 
 An entry's numbers are few, and have signs apart: in memory a code of four bits stands for each.
 """
@@ -19,7 +19,7 @@ from .gguf import halves, nibbles
 from .gguf_low import Low
 
 _SIGN = 8
-"""What is added to the code of a number that is negative."""
+"""Number added to the code of a negative number."""
 
 
 class _Codebook(Low):
@@ -28,7 +28,7 @@ class _Codebook(Low):
     contract = 1
     group: ClassVar[int] = 32
     unit: ClassVar[float]
-    """What the numbers of entries are divided by: scales are odd whole numbers."""
+    """Divisor of the numbers of entries: scales are odd whole numbers."""
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes, scales and outer scales."""
@@ -143,7 +143,7 @@ def _codebook(name: str) -> tuple[torch.Tensor, list[float]]:
 
 @functools.cache
 def _signs() -> torch.Tensor:
-    """Return the eight signs of each code of seven bits, of which an even number is set."""
+    """Return the eight signs of each code of seven bits, an even number of them set."""
     return torch.tensor(list(gguf.quants.IQ2_XXS.ksigns), dtype=torch.uint8)
 
 

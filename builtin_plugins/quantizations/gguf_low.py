@@ -1,4 +1,4 @@
-"""Blocks of GGUF files whose codes have two or three bits, one of three values, or are MXFP4.
+"""Blocks of GGUF files with codes of two or three bits, of three values, or MXFP4.
 
 In memory a code has four bits.
 """
@@ -23,7 +23,7 @@ _LARGEST_EXPONENT = 252
 
 
 class Low(Blocks):
-    """Common to all: 256 columns, of which the bytes in memory are not those of the file."""
+    """Base class: 256 columns, with other bytes in memory than in the file."""
 
     contract = 1
     columns: ClassVar[int] = 256
@@ -43,7 +43,7 @@ class Q2_K(Low):  # noqa: N801 - the name of the format
     in_memory = 128 + 16 + 16 + 4
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
-        """Return codes and what they are multiplied by and added to."""
+        """Return codes, factors and offsets."""
         scales = blocks[..., :16]
         return AffineCodes(
             pairs(blocks[..., 16:80], 32).flatten(1),
@@ -69,7 +69,7 @@ class Q3_K(Low):  # noqa: N801
         high = blocks[..., :32]
         for index in range(8):
             codes[:, :, index] |= (high >> index & 1) << 2
-        # The lower four bits of scales 0 to 7 are lower halves of 8 bytes, those of 8 to 15 the
+        # The lower four bits of scales 0 to 7 are lower halves of 8 bytes, the ones of 8 to 15 the
         # upper ones; four bytes have the upper two bits of scales 0 to 3, 4 to 7 and so on.
         low = nibbles(blocks[..., 96:104], 8).flatten(2)
         upper = torch.cat([blocks[..., 104:108] >> 2 * index & 3 for index in range(4)], -1)
@@ -85,7 +85,7 @@ class Q3_K(Low):  # noqa: N801
 
 
 class TQ1_0(Low):  # noqa: N801
-    """256 codes less 1, of which a byte has five, or four at the end, in base 3; a scale."""
+    """256 codes less 1, five to a byte, or four at the end, in base 3; a scale."""
 
     contract = 1
     size = 54
@@ -144,7 +144,7 @@ def pairs(packed: torch.Tensor, run: int) -> torch.Tensor:
 
     Args:
         packed: uint8 [rows, blocks, bytes].
-        run: bytes whose lowest bits come first, then the next ones.
+        run: bytes with lowest bits first, then the next ones.
     """
     rows, blocks, size = packed.shape
     packed = packed.reshape(rows, blocks, size // run, 1, run)

@@ -28,7 +28,7 @@ from .packed import (
 )
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""A word whose numbers are all 1, by their bits."""
+"""A word with all numbers 1, by their bits."""
 _LEAVES, _CHANGES = "-:", "+:"
 """Beginnings of the patterns of `dynamic`; the second one may be left out."""
 
@@ -55,10 +55,10 @@ class GPTQ(StoredScheme):
 
     A matrix is stored transposed: `qweight` int32 [columns / codes of a word, rows], `qzeros` int32
     [groups, rows / codes of a word], `scales` [groups, rows], and `g_idx` [columns], the group of
-    each column. Where `desc_act` has put columns of a group apart, it is dequantised.
+    each column. Where `desc_act` has put columns of a group apart, it is dequantized.
 
-    `dynamic` has patterns of modules that are stored in another way, of which the first one that
-    fits counts: "-:" begins those that are not quantised, "+:" those with fields of their own.
+    `dynamic` has patterns of modules that are stored in another way. The first pattern that
+    fits counts: "-:" begins modules that are not quantized, "+:" modules with fields of their own.
     """
 
     contract = 1
@@ -110,11 +110,11 @@ class GPTQ(StoredScheme):
         Raises:
             ModelError: there are not four or eight bits, or it is another format.
         """
-        given = self.context.config
-        self._layout = _read_layout(fields, given)
-        one_of(fields, "pack_dtype", given.get("pack_dtype", "int32"), ["int32"])
-        name = "checkpoint_format" if given.get("checkpoint_format") else "format"
-        kind = given.get(name) or "gptq"
+        config = self.context.config
+        self._layout = _read_layout(fields, config)
+        one_of(fields, "pack_dtype", config.get("pack_dtype", "int32"), ["int32"])
+        name = "checkpoint_format" if config.get("checkpoint_format") else "format"
+        kind = config.get(name) or "gptq"
         one_of(fields, name, kind, ["gptq", "gptq_v2"])
         self._stores_less = kind == "gptq"
         self._rules = {
@@ -126,7 +126,7 @@ class GPTQ(StoredScheme):
         """Return how modules are stored that fit a pattern of `dynamic`; None if as numbers.
 
         Raises:
-            ModelError: it is no pattern, or changes what is not supported.
+            ModelError: it is no pattern, or has unsupported changes.
         """
         try:
             matches(pattern, _prefix(pattern), "", "dynamic")
@@ -135,16 +135,16 @@ class GPTQ(StoredScheme):
         if pattern.startswith(_LEAVES):
             return None
         values = ConfigFields({pattern: rule}, f"{SOURCE}.dynamic").table(pattern)
-        place, given = f"{SOURCE}.dynamic.{pattern}", self.context.config
+        place, config = f"{SOURCE}.dynamic.{pattern}", self.context.config
         refuse_unknown(values, (*_LAYOUT, *GPTQ.neutral), place)
-        changed = {name: values.get(name, given.get(name)) for name in _LAYOUT}
+        changed = {name: values.get(name, config.get(name)) for name in _LAYOUT}
         return _read_layout(ConfigFields(changed, place), changed)
 
     def _layout_of(self, stored: QuantizedWeight) -> _Layout:
         """Return how a matrix is stored.
 
         Raises:
-            ValueError: it is not quantised by the config.
+            ValueError: it is not quantized by the config.
         """
         module = stored.name.rpartition(".")[0]
         for pattern, layout in self._rules.items():
@@ -178,7 +178,7 @@ class GPTQ(StoredScheme):
         )
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
-        """Return codes with scales and, where zeros differ, offsets; or what they stand for.
+        """Return codes with scales and, if zeros differ, offsets; or dequantized numbers.
 
         Raises:
             ValueError: a tensor is missing, or its dtype, shape or content is wrong.
@@ -225,16 +225,16 @@ _LAYOUT = ("bits", "group_size", "desc_act", "sym")
 """Fields of the config that a rule of `dynamic` can change."""
 
 
-def _read_layout(fields: ConfigFields, given: Mapping[str, Any]) -> _Layout:
+def _read_layout(fields: ConfigFields, config: Mapping[str, Any]) -> _Layout:
     """Return how matrices are stored.
 
     Raises:
         ModelError: there are not four or eight bits, or a field has another wrong value.
     """
-    one_of(fields, "bits", given.get("bits"), list(_ONES))
+    one_of(fields, "bits", config.get("bits"), list(_ONES))
     return _Layout(
-        bits=int(given["bits"]),
-        group=group_size(fields, "group_size", given.get("group_size")),
+        bits=int(config["bits"]),
+        group=group_size(fields, "group_size", config.get("group_size")),
         reorders=fields.flag("desc_act", False),
         symmetric=fields.flag("sym", True),
     )
@@ -249,7 +249,7 @@ _WHOLE = 16
 
 
 class AutoRound(GPTQ):
-    """Checkpoints that AutoRound writes under its own name, packed as those of GPTQ are.
+    """Checkpoints that AutoRound writes under its own name, packed as in GPTQ.
 
     Layers that it left as they were have plain weights.
     """
@@ -298,17 +298,17 @@ class AutoRound(GPTQ):
         Raises:
             ModelError: there are not four or eight bits, or it is packed in another way.
         """
-        given = self.context.config
-        packing = given.get("packing_format") or "auto_round:auto_gptq"
+        config = self.context.config
+        packing = config.get("packing_format") or "auto_round:auto_gptq"
         one_of(fields, "packing_format", packing, ["auto_round:auto_gptq", "auto_round:gptq"])
-        one_of(fields, "data_type", given.get("data_type") or "int", ["int"])
-        one_of(fields, "act_bits", given.get("act_bits") or _WHOLE, [_WHOLE, 32])
+        one_of(fields, "data_type", config.get("data_type") or "int", ["int"])
+        one_of(fields, "act_bits", config.get("act_bits") or _WHOLE, [_WHOLE, 32])
         super().read_config(fields)
         for name, layer in fields.table("extra_config").items():
             self._check_layer(name, layer)
 
     def _check_layer(self, name: str, layer: object) -> None:
-        """Check that a layer with an entry of its own is stored as the others, or not quantised.
+        """Check that a layer with an entry of its own is stored as the others, or not quantized.
 
         Raises:
             ModelError: it is not.

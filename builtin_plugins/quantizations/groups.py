@@ -15,13 +15,13 @@ from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 GroupSize = Annotated[int, Meta(ge=32, multiple_of=32, le=1 << 20)]
 
 _CHUNK = 1 << 18
-"""Weights that are quantised at a time, so that they stay in the processor's cache."""
+"""Weights that are quantized at a time, so that they stay in the processor's cache."""
 _SMALLEST, _LARGEST = 2.0**-18, 65504.0
 """Scales that float16 holds with six bits or more."""
 _TOO_LARGE = 1e38
 """Twice this is still a number."""
 _TINY = 2.0**-120
-"""Groups whose weights are all below this are zeros: dividing by them would overflow."""
+"""Groups with all weights below this are zeros: dividing by them would overflow."""
 _STEPS = (14.3, 15.0, 15.7, 16.6, 18.0)
 """Steps between the smallest and the largest weight of a group that are tried; 15 are the codes."""
 _CUT = (0.0, 0.5, 1.0)
@@ -32,7 +32,7 @@ Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Groups(Quantization):
-    """Common to both: rows are divided into groups of columns, of which the last may be shorter."""
+    """Base class: rows are divided into groups of columns; the last group may be shorter."""
 
     contract = 1
     bits: ClassVar[int]
@@ -55,7 +55,7 @@ class _Groups(Quantization):
     def quantize(self, weight: torch.Tensor) -> AffineCodes:
         """Return codes with a scale and an offset per group.
 
-        Groups are quantised alone, so that parts of a weight give parts of the result.
+        Groups are quantized alone, so that parts of a weight give parts of the result.
 
         Raises:
             ValueError: the weight has no columns, or numbers that are too large.
@@ -96,8 +96,10 @@ class _Groups(Quantization):
         short = columns - whole
         for part, width in ((weight[:, :whole], self.group_size), (weight[:, whole:], short)):
             if count := part.shape[1] // max(width, 1):
-                found = self.quantize_groups(part.reshape(rows * count, width))
-                parts.append([tensor.reshape(rows, count * tensor.shape[1]) for tensor in found])
+                quantized = self.quantize_groups(part.reshape(rows * count, width))
+                parts.append(
+                    [tensor.reshape(rows, count * tensor.shape[1]) for tensor in quantized]
+                )
         codes, scales, offsets = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
         return codes, scales, offsets
 
@@ -124,7 +126,7 @@ class Int4(_Groups):
     """Codes of four bits, and a scale and an offset per group, of little squared error.
 
     Several ranges of codes are tried for each group. For the codes that each gives, the scale and
-    the offset of least squares are computed, and those of the smallest error are taken, as
+    the offset of least squares are computed, and the pair with the smallest error is taken, as
     llama.cpp chooses them.
     """
 
@@ -186,7 +188,7 @@ def _codes(
 
 
 def _stored(scale: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and offsets rounded to float16; those of groups that it does not fit stay."""
+    """Return scales and offsets rounded to float16, unless a group does not fit float16."""
     scale = scale.masked_fill(scale < _TINY, 0)
     fits = (scale >= _SMALLEST) & (scale <= _LARGEST) & (offset.abs() <= _LARGEST)
     is_constant = (scale == 0) & (offset.abs() >= _SMALLEST) & (offset.abs() <= _LARGEST)

@@ -11,11 +11,11 @@ _MOST_REPEATS = 4
 
 
 def matches(stated: str, prefix: str, module: str, source: str) -> bool:
-    """Return whether a module's name begins with what a pattern describes.
+    """Return whether a module's name begins with a match of a pattern.
 
     Args:
         stated: a regular expression of a checkpoint, after a prefix.
-        prefix: what comes before it, "re:" for example.
+        prefix: text before it, "re:" for example.
         module: name of a module, "model.layers.0.mlp.down_proj" for example.
         source: which field has the pattern, for messages.
 
@@ -23,7 +23,7 @@ def matches(stated: str, prefix: str, module: str, source: str) -> bool:
         ValueError: it is no pattern, or may take exponential time.
     """
     pattern = stated.removeprefix(prefix)
-    # What repeats a group, or repeats much, can take exponential time.
+    # A repeated group, or a long repetition, can take exponential time.
     if re.search(r"\)[*+{]", pattern) or len(re.findall(_REPEAT, pattern)) > _MOST_REPEATS:
         raise ValueError(
             f"{source}: expected patterns with at most {_MOST_REPEATS} repeats, none of them of "

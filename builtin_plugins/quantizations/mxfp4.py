@@ -12,7 +12,7 @@ from .packed import StoredScheme, expect, fits, stored_bytes
 GROUP = 32
 _BYTES = GROUP // 2
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of the codes 0 to 7 (E2M1); those of 8 to 15 are the same, negative."""
+"""The numbers of the codes 0 to 7 (E2M1); the codes 8 to 15 are the same, negative."""
 _BIAS, _NAN = 127, 255
 
 

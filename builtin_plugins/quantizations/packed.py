@@ -25,11 +25,11 @@ _GROUPS = 16, 32
 
 
 class StoredScheme(Quantization):
-    """A scheme that reads checkpoints, whose config.json describes how they are quantised."""
+    """A scheme for checkpoints with a description of their quantization in config.json."""
 
     contract = 1
     neutral: ClassVar[Collection[str]]
-    """Fields of the config that do not change what weights mean."""
+    """Fields of the config that do not change the meaning of weights."""
     known: ClassVar[Collection[str]]
     """Fields that `read_config` reads."""
 
@@ -37,7 +37,7 @@ class StoredScheme(Quantization):
         """Read the checkpoint's config, if it is of this scheme.
 
         Raises:
-            ModelError: a field has a value that is not supported, or may change what weights mean.
+            ModelError: a field has an unsupported value, or may change the meaning of weights.
         """
         super().__init__(context)
         if context.config:
@@ -80,7 +80,7 @@ def refuse_unknown(values: Mapping[str, Any], known: Collection[str], source: st
     for name, value in values.items():
         if name not in known and value not in (None, False, "", [], {}):
             raise ModelError(
-                f"{source}: {name}: the field is not known and may change what weights mean, "
+                f"{source}: {name}: the field is unknown and may change the meaning of weights, "
                 f"expected none; got {short(value)}"
             )
 
@@ -112,12 +112,12 @@ def expect(
     shapes: Mapping[str, tuple[Collection[torch.dtype], Sequence[int]]],
     optional: Collection[str] = (),
 ) -> None:
-    """Check what is stored.
+    """Check the stored tensors.
 
     Args:
         stored: the tensors.
-        shapes: dtypes and shapes of those that a matrix has.
-        optional: names of those that may be missing.
+        shapes: dtypes and shapes of a matrix's tensors.
+        optional: names of tensors that may be missing.
 
     Raises:
         ValueError: one is missing or not known, or has another dtype or shape.
@@ -153,7 +153,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     Args:
         packed: int32, the first numbers of a row in the lowest bits of its first element.
         bits: number of bits of a number.
-        count: how many numbers a row has; those above it are padding.
+        count: how many numbers a row has; further ones are padding.
     """
     numbers = packed.contiguous().view(torch.uint8)
     if bits == 4:
@@ -215,10 +215,10 @@ def affine(
 
 
 def alignment(columns: int, group: int | None) -> int:
-    """Return the columns at which a matrix of `affine` can be cut, whose groups are in order."""
+    """Return the columns at which an `affine` matrix with groups in order can be cut."""
     if group is None or group >= columns:
         return 1  # a row has one scale
-    return group if group == _GROUPS[0] or group % _GROUPS[1] == 0 else 1  # dequantised
+    return group if group == _GROUPS[0] or group % _GROUPS[1] == 0 else 1  # dequantized
 
 
 def _dense(

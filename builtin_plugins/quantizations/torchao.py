@@ -28,7 +28,7 @@ _INT8 = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
 _INTX = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
 _FLOAT8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
 _ROWS = {"PerRow": ("dim", -1), "PerAxis": ("axis", 0)}
-"""What has one scale per row, and the field that states it."""
+"""Granularities with one scale per row, and the field that states them."""
 _BITS = {f"int{bits}": bits for bits in range(2, 9)}
 
 
@@ -37,8 +37,8 @@ class TorchAO(StoredScheme):
 
     The scales, `_weight_scale` [rows, groups], are of groups of columns or of rows; integers may
     have zeros (`_weight_zero_point`). Integers of up to four bits take four in memory, others
-    eight; float8 is dequantised. Configs that pack codes for one kernel (`Int4WeightOnlyConfig`)
-    are refused. Activations that were to be quantised while the model runs are left as they are.
+    eight; float8 is dequantized. Configs that pack codes for one kernel (`Int4WeightOnlyConfig`)
+    are refused. Activations that were to be quantized while the model runs are left as they are.
     """
 
     contract = 1
@@ -127,7 +127,7 @@ class TorchAO(StoredScheme):
         return alignment(shape[1], self._group) if self.context.config else None
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
-        """Return the bytes of codes, scales and offsets; None of what is dequantised."""
+        """Return the bytes of codes, scales and offsets; None if they are dequantized."""
         if not self.context.config or self._kind in _FLOAT8:
             return None
         rows, columns = shape
@@ -159,7 +159,7 @@ def _read_granularity(place: str, name: str, value: Any) -> int | None:
 
     Args:
         place: where the field is, for messages.
-        value: the granularity; of two, the first one is that of activations.
+        value: the granularity; of two, the first one belongs to activations.
 
     Raises:
         ModelError: scales are of something else.

@@ -43,7 +43,7 @@ class ResponseStores:
             """Check that there is a path where one is needed.
 
             Raises:
-                ValueError: there is none, or one that nothing uses.
+                ValueError: there is none, or an unused one.
             """
             if (self.path is None) == (self.use == "sqlite"):
                 wanted = "the path of a file" if self.use == "sqlite" else "none"

@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("vllm",),
         dest="engine",
         help="port the logits processor of FILE, or FILE:CLASS, to the native form; TODOs mark "
-        "what the author decides",
+        "the author's decisions",
     )
     parser.add_argument(
         "--update", action="store_true", help="update the package in FOLDER to the newest templates"

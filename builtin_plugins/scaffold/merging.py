@@ -15,14 +15,14 @@ OURS, MIDDLE, THEIRS = "<<<<<<< ", "=======", ">>>>>>> "
 def merge(base: str, ours: str, theirs: str, label: str) -> tuple[str, int]:
     """Return the text with both changes, and the number of conflicts.
 
-    Changes conflict if they replace the same lines of the base, or neighbouring ones, by different
+    Changes conflict if they replace the same lines of the base, or neighboring ones, by different
     lines. Both then stand in the result, between markers as git writes them.
 
     Args:
         base: text that both were made from.
         ours: text with the one change.
         theirs: text with the other change.
-        label: what the other text is, for the markers.
+        label: name of the other text, for the markers.
     """
     texts = [text.splitlines(keepends=True) for text in (base, ours, theirs)]
     sides = [_hunks(texts[0], side) for side in texts[1:]]
@@ -56,12 +56,12 @@ def conflict_line(text: str) -> int | None:
 
 
 def _hunks(base: Lines, side: Lines) -> list[Hunk]:
-    found = SequenceMatcher(None, base, side, autojunk=False).get_opcodes()
-    return [hunk for tag, *hunk in found if tag != "equal"]  # type: ignore[misc]  # four numbers
+    opcodes = SequenceMatcher(None, base, side, autojunk=False).get_opcodes()
+    return [hunk for tag, *hunk in opcodes if tag != "equal"]  # type: ignore[misc]  # four numbers
 
 
 def _regions(hunks: list[Hunk]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the base's lines that hunks replace; those that touch are one."""
+    """Yield the ranges of the base's lines that hunks replace; merge adjacent hunks."""
     regions: list[tuple[int, int]] = []
     for first, last, *_ in sorted(hunks):
         if regions and first <= regions[-1][1]:
@@ -82,5 +82,5 @@ def _replaced(base: Lines, side: Lines, hunks: list[Hunk], first: int, last: int
 
 
 def _ended(lines: list[str]) -> list[str]:
-    """Return lines of which the last one ends, so that a marker may follow."""
+    """Return lines with a line end after the last one, so that a marker may follow."""
     return [line if line.endswith("\n") else f"{line}\n" for line in lines]

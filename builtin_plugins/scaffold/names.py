@@ -1,4 +1,4 @@
-"""The names of a new package: what they may be, and what is made of them."""
+"""The names of a new package: their rules, and names derived from them."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ def check_kind(kind: str, kinds: Sequence[str]) -> None:
 
 
 def check_form(spec: PackageSpec, where: str) -> None:
-    """Raise if a name, which comes from `where`, is that of no package, module and class."""
+    """Raise if a name, which comes from `where`, fits no package, module or class."""
     name = spec.name
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:
         raise RequestError(
             f"{where}: expected at most {_LONGEST} letters, digits, '-', '_' and '.', the first "
             f"one a letter, the last one a letter or digit, got {name!r}"
         )
-    for what, own in (("module", spec.module), ("class", spec.class_name)):
-        if keyword.iskeyword(own):
+    for kind, identifier in (("module", spec.module), ("class", spec.class_name)):
+        if keyword.iskeyword(identifier):
             raise RequestError(
-                f"{where}: expected another name than {name!r}: a package cannot have the {what} "
-                f"{own!r}, which is a word of Python"
+                f"{where}: expected another name than {name!r}: a package cannot have the {kind} "
+                f"{identifier!r}, which is a word of Python"
             )
 
 
 def check_name(spec: PackageSpec, components: Iterable[ComponentInfo]) -> None:
-    """Raise if a name cannot be that of a package, a module and a plugin.
+    """Raise if a name cannot be the name of a package, a module and a plugin.
 
     Args:
         spec: inputs with the name.

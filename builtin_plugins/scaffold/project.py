@@ -31,12 +31,14 @@ def check_new_folder(folder: Path) -> None:
     """
     try:
         if folder.is_dir():
-            if found := next(iter(sorted(path.name for path in folder.iterdir())), None):
-                raise RequestError(f"--into: expected a new or empty folder, {folder} has {found}")
+            if file_name := next(iter(sorted(path.name for path in folder.iterdir())), None):
+                raise RequestError(
+                    f"--into: expected a new or empty folder, {folder} has {file_name}"
+                )
         elif folder.exists() or folder.is_symlink():
-            raise RequestError(f"--into: expected a folder, {folder} is none")
+            raise RequestError(f"--into: expected a folder, but {folder} is a file")
         elif not _existing(folder).is_dir():
-            raise RequestError(f"--into: expected a folder, {_existing(folder)} is none")
+            raise RequestError(f"--into: expected a folder, but {_existing(folder)} is a file")
     except OSError as cause:
         raise RequestError(f"--into: {folder} cannot be read: {cause.strerror}") from cause
 
@@ -118,8 +120,8 @@ def read_spec(folder: Path, templates: Templates) -> PackageSpec:
 def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[str, FileUpdate]:
     """Return the change of each file of a package by the newest templates, by path.
 
-    What the author has changed stays; what the templates have changed since is added. A file that
-    the author has removed stays removed, and one that the templates no longer have is removed
+    The author's changes stay; later changes of the templates are added. A file that
+    the author has removed stays removed, and a file that the templates no longer have is removed
     unless the author has changed it.
 
     Raises:
@@ -136,7 +138,7 @@ def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[s
 def update(folder: Path, changes: Mapping[str, FileUpdate]) -> None:
     """Write the changes to the files of a package, each at once.
 
-    The one that states the version of the templates is the last: until then, the update can be
+    The file with the version of the templates is the last: until then, the update can be
     made again.
 
     Raises:
@@ -167,12 +169,12 @@ def _change(file: Path, base: Files, wanted: Files, path: str, label: str) -> Fi
     merged, conflicts = merge(old or "", text, new, label)
     if merged == text:
         return FileUpdate("unchanged")
-    what = "in conflict" if conflicts else "updated" if text == old else "merged"
-    return _written(what, merged.replace("\n", "\r\n") if "\r\n" in ours else merged, conflicts)
+    change = "in conflict" if conflicts else "updated" if text == old else "merged"
+    return _written(change, merged.replace("\n", "\r\n") if "\r\n" in ours else merged, conflicts)
 
 
-def _written(what: str, text: str, conflicts: int = 0) -> FileUpdate:
-    return FileUpdate(what, text.encode(), conflicts)
+def _written(change: str, text: str, conflicts: int = 0) -> FileUpdate:
+    return FileUpdate(change, text.encode(), conflicts)
 
 
 def _read(file: Path) -> str | None:

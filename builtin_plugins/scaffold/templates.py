@@ -1,6 +1,6 @@
 """The templates of packages: files in the wheel, with names in their places.
 
-A folder per version has what changed in that version: `common/`, the files of every package, and
+A folder per version has the changes of the version: `common/`, the files of every package, and
 `kinds/KIND.txt`, the parts that differ by kind. A file that a version lacks is the one of the
 version before; an empty one is removed. So each version that a package was made from can be
 rendered again, which an update needs.
@@ -41,8 +41,10 @@ class Templates:
     def __init__(self, folder: Traversable | None = None) -> None:
         """Read the folder; None is the one in the wheel."""
         folder = folder or templates_folder()
-        found = {int(version.name): version for version in folder.iterdir()}
-        self._versions: list[Mapping[str, str]] = [dict(_texts(found[n])) for n in sorted(found)]
+        versions = {int(version.name): version for version in folder.iterdir()}
+        self._versions: list[Mapping[str, str]] = [
+            dict(_texts(versions[n])) for n in sorted(versions)
+        ]
 
     @property
     def newest(self) -> int:
@@ -61,7 +63,7 @@ class Templates:
 
         Args:
             spec: inputs of the package.
-            changes: sections that replace those of the kind, by name.
+            changes: sections that replace the kind's sections, by name.
 
         Raises:
             RequestError: the class's name is taken by something that a file imports.
@@ -115,6 +117,6 @@ def _check_names(source: str, spec: PackageSpec) -> None:
             bound.append(node.name)
     if spec.class_name in bound:
         raise RequestError(
-            f"NAME: expected another name than {spec.name!r}, whose class would be called "
-            f"{spec.class_name}, as something that it imports"
+            f"NAME: expected another name than {spec.name!r}: its class would have the name "
+            f"{spec.class_name}, which the module imports"
         )

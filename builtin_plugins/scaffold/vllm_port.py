@@ -1,4 +1,4 @@
-"""Port of a vLLM logits processor to the native form; TODOs mark what the author decides."""
+"""Port of a vLLM logits processor to the native form; TODOs mark the author's decisions."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _rest_of(processor: VLLMProcessor) -> tuple[list[str], list[str]]:
 
 
 def _summary(processor: VLLMProcessor) -> str:
-    text = (ast.get_docstring(processor.node) or "TODO: say what it does.").splitlines()[0]
+    text = (ast.get_docstring(processor.node) or "TODO: describe the processor.").splitlines()[0]
     return text.replace("\\", "\\\\").replace('"', "'")
 
 
@@ -132,7 +132,7 @@ def _call(processor: VLLMProcessor, name: str) -> list[str]:
     num_parameters = processor.num_parameters() - is_class
     call = f"{name}()" if is_class else name
     prompt = "list(request.prompt_token_ids), " if num_parameters == 3 else ""
-    note = ["        # TODO: pass what its constructor takes"] if is_class else []
+    note = ["        # TODO: pass the arguments of its constructor"] if is_class else []
     return [
         "    def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:",
         '        """Return the new logits, float32 [rows, vocab], of the requests that use it."""',
@@ -161,8 +161,8 @@ def _methods(processor: VLLMProcessor) -> list[str]:
     ]
     notes = {
         "__init__": "there is no state of the batch: rows.tensor(name) is a column of arguments",
-        "add_request": "rows are those of the requests that use it; no index is needed",
-        "update_state": "rows are those of the requests that use it; no update is needed",
+        "add_request": "rows belong to the requests that use it; no index is needed",
+        "update_state": "rows belong to the requests that use it; no update is needed",
         "apply": "return new logits; row i of logits is row i of rows",
     }
     for name, note in notes.items():

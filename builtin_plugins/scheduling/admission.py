@@ -32,7 +32,7 @@ class AdmissionOptions:
     """How far a waiting request may be overtaken.
 
     Attributes:
-        max_overtaken: steps in which later requests may be admitted before one that was set aside;
+        max_overtaken: steps in which later requests may be admitted before a deferred one;
             after that, none behind it in the queue is admitted before it.
         max_set_aside: limit of requests that one step sets aside.
     """
@@ -55,7 +55,7 @@ class _Outcome(Enum):
 
 
 def poll_blocked(tracker: RequestTracker, step: StepState, pause: PauseState) -> None:
-    """Enqueue blocked requests that no step part holds back; finish those that can never run.
+    """Enqueue requests that no step part blocks any more; finish requests that can never run.
 
     While all are paused no part is asked, since workers that sleep could not answer it.
     """
@@ -317,7 +317,7 @@ def _num_reserved(tracker: RequestTracker) -> int:
 
 
 def _lack_blocks(tracker: RequestTracker, request: SchedulerRequest, step: StepState) -> _Outcome:
-    """Record that blocks are lacking; if no request runs, free those of another loaded request."""
+    """Record a lack of blocks; if no request runs, free the blocks of another loaded request."""
     cache, needed = tracker.cache, tracker.blocks_needed(request.num_tokens)
     step.waiting[request.request_id] = wait_reasons.no_blocks(
         needed, cache.num_free_blocks, _num_reserved(tracker), cache.num_free_states

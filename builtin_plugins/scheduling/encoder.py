@@ -86,7 +86,7 @@ def _uncut(request: SchedulerRequest, start: int, tokens: int, step: StepState) 
     whole = request.source.whole_prefix(start + tokens) - start
     if whole > 0:
         return whole
-    # What limits a prompt's tokens besides the budget would keep it from going on.
+    # Limits of a prompt's tokens besides the budget would keep it from going on.
     whole = next(f.end for f in request.features if f.sees_itself and f.end > start) - start
     if whole <= step.budget:
         return whole
@@ -111,7 +111,7 @@ def schedule_features(
 
 
 def free_computed_features(tracker: RequestTracker, request: SchedulerRequest) -> None:
-    """Free the cache entries of features whose positions are all computed."""
+    """Free the cache entries of features after all their positions are computed."""
     cache = encoder_cache(tracker)
     computed = request.num_computed_tokens
     for index, feature in enumerate(request.features):

@@ -27,7 +27,7 @@ class SchedulerRequest(Request):
         num_loading_tokens: tokens that were last to be loaded between steps.
         skip_transfer: whether all its tokens are computed locally, since a load failed or its
             result became invalid.
-        num_external_tokens: those of `num_cached_tokens` that a connector loaded.
+        num_external_tokens: the part of `num_cached_tokens` that a connector loaded.
         prefill_reported: whether an output has reported the prefill statistics.
         last_step: number of the step that scheduled it last, where several are under way at once.
         max_total_tokens: number of prompt and output tokens at which it ends.
@@ -101,8 +101,10 @@ class SchedulerRequest(Request):
             return None
         outputs, span = self.output_token_ids, detection.min_count * detection.max_pattern
         lengths = range(max(self.params.min_tokens, 1), len(outputs) + 1)
-        found = (n for n in lengths if has_repetition(outputs[max(n - span, 0) : n], detection))
-        return next((length - 1 for length in found), None)
+        repetitions = (
+            n for n in lengths if has_repetition(outputs[max(n - span, 0) : n], detection)
+        )
+        return next((length - 1 for length in repetitions), None)
 
     def stop_reason(self, token: int) -> int | None:
         """Return the token that stopped the request; None if it was an end-of-sequence token."""
@@ -141,7 +143,7 @@ def _has_period(backwards: Sequence[int], candidates: Sequence[int], count: int)
     """Return whether `backwards` begins with `count` copies of a pattern of a candidate length.
 
     Z algorithm (Gusfield, Algorithms on Strings, 1997): `z[n]` is the number of tokens from n on
-    that equal those from 0 on; no token is compared twice.
+    that equal the first ones; no token is compared twice.
     """
     z = [0]
     left = right = 0  # the matching segment that reaches furthest

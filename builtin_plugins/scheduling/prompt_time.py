@@ -10,7 +10,7 @@ from hardpoint.plugins import SchedulerContext
 from .live_request import SchedulerRequest
 
 _UNTRAINED_BLOCKS = 4
-"""Blocks of prompts that a step computes while it is not known what they cost."""
+"""Blocks of prompts that a step computes while their cost is unknown."""
 
 _PATIENCE_S = 2.0
 """Age at which a prompt may slow down others twice as much as a new one."""
@@ -33,7 +33,7 @@ class PromptTime:
         now: float,
         max_slowdown: float,
     ) -> None:
-        """Leave what the requests that generate do not take.
+        """Compute the time that requests that generate leave for prompts.
 
         Args:
             streams: the requests that generate, in this step.

@@ -110,7 +110,7 @@ def _lacks_token(planned: PlannedStep, request: SchedulerRequest) -> bool:
 def lose_plan(
     tracker: RequestTracker, lost: PlannedStep, later: Sequence[PlannedStep], now: float
 ) -> None:
-    """Report a lost plan's changes again; recompute its requests and those of later plans."""
+    """Report a lost plan's changes again; recompute its requests and requests of later plans."""
     plan = lost.plan
     tracker.unreported_finished |= plan.finished_request_ids
     tracker.unreported_preempted |= plan.preempted_request_ids
@@ -197,7 +197,7 @@ def _count(
     drafts: DraftCounts,
 ) -> None:
     if tracker.limits.asynchronous:
-        request.num_output_placeholders -= 1  # of the step, whose drafts were known
+        request.num_output_placeholders -= 1  # of the step, with known drafts
     verified = len(draft_token_ids.get(request.request_id, ()))
     if not verified:
         return
@@ -242,16 +242,16 @@ def _add_extras(
 
 
 def _new_experts(request: SchedulerRequest, first: int, routed: Any) -> Any:
-    """Return the experts of the positions that follow those that were sent.
+    """Return the experts of the positions that have not been sent yet.
 
     Args:
         first: position of the first row.
-        routed: experts of the step's tokens, some of which were drafts that are not in the output,
-                and some of which a preempted request has computed again.
+        routed: experts of the step's tokens, including rejected drafts, and tokens that a
+                preempted request has computed again.
     """
     sent, end = request.num_routed_positions, request.num_tokens - 1
     new = routed[max(sent - first, 0) : end - first]
-    if first > sent:  # what the cache had
+    if first > sent:  # tokens of the cache
         missing = np.full((first - sent, *routed.shape[1:]), -1, routed.dtype)
         new = np.concatenate((missing, new))
     request.num_routed_positions += len(new)

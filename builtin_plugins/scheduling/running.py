@@ -24,7 +24,7 @@ def schedule_running(tracker: RequestTracker, step: StepState, max_slowdown: flo
     """Schedule tokens of running requests, in order of admission, while the budget lasts.
 
     A request that can get none is passed over; one that would have to be preempted itself ends the
-    pass. If the time of steps is limited, prompts come last, in what is left of it: see
+    pass. If the time of steps is limited, prompts come last, in the rest of it: see
     `PromptTime`.
     """
     requests = _in_turn(tracker, step)
@@ -108,7 +108,7 @@ def _extend(
 
 
 def _in_turn(tracker: RequestTracker, step: StepState) -> Sequence[SchedulerRequest]:
-    """Return the running requests, in a pipeline without those that leave their turn to others.
+    """Return the running requests, in a pipeline without requests that leave their turn to others.
 
     In a pipeline, a request is in one of the batches under way at most. If the first batch had all
     of them, the other stages would have nothing to do.
@@ -118,7 +118,7 @@ def _in_turn(tracker: RequestTracker, step: StepState) -> Sequence[SchedulerRequ
         return running
     ready = [r for r in running if r.num_tokens + len(r.draft_token_ids) > r.num_computed_tokens]
     share = -(-len(running) // tracker.limits.num_batches)
-    # Stable: of equals, those that were admitted first.
+    # Stable: of equals, the first admitted ones.
     ready.sort(key=lambda request: request.last_step)
     passed_over = {request.request_id for request in ready[share:]}
     for request_id in passed_over:

@@ -56,7 +56,7 @@ class DefaultScheduler(Scheduler):
                 budget or an adapter's slot; after that, none behind it is admitted before it.
             max_set_aside: limit of requests that one step considers and sets aside.
             max_slowdown: with `scheduler.step_milliseconds`, a step with prompts takes at most so
-                many times what the requests that generate take alone; it grows with the time for
+                times the time of the requests that generate alone; it grows with the time for
                 which a prompt has waited, by its value each second.
         """
 
@@ -137,9 +137,9 @@ class DefaultScheduler(Scheduler):
         """Measure how fast prompts are computed, before the step counts as computed."""
         requests = self._tracker.requests
         num_tokens = sum(
-            max(min(number, one.num_prompt_tokens - one.num_computed_tokens), 0)
+            max(min(number, request.num_prompt_tokens - request.num_computed_tokens), 0)
             for request_id, number in step.tokens.items()
-            if (one := requests.get(request_id)) is not None
+            if (request := requests.get(request_id)) is not None
         )
         self._prefill_rate.record(step.now, num_tokens)
 
@@ -269,7 +269,7 @@ class DefaultScheduler(Scheduler):
         return step.admission_stopped or wait_reasons.not_planned_yet()
 
     def update_drafts(self, draft_token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Set the drafts of running requests whose known tokens but the last are computed."""
+        """Set the drafts of running requests with all known tokens but the last computed."""
         for request_id, drafts in draft_token_ids.items():
             request = self._tracker.running.get(request_id)
             if request is not None and request.num_tokens - request.num_computed_tokens == 1:
@@ -304,7 +304,7 @@ class DefaultScheduler(Scheduler):
             for request in list(tracker.loaded.values()):
                 tracker.reset_progress(request)
             for request in tracker.loading.values():
-                request.skip_transfer = True  # what is being loaded is outdated
+                request.skip_transfer = True  # the loaded blocks are outdated
 
     def _new_step(self) -> StepState:
         self._num_steps += 1

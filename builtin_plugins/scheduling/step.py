@@ -35,7 +35,7 @@ class StepState(msgspec.Struct):
         budget: tokens left.
         encoder_budget: encoder tokens left.
         max_requests: number of requests that it may schedule; None is no limit.
-        later: running prompts, whose turn comes after the requests that generate; None: now.
+        later: running prompts with a turn after the requests that generate; None: now.
         prompt_time: the time left for prompts; None is no limit.
         tokens: scheduled tokens by request id, running requests first.
         running: running requests that get tokens, by id.
@@ -46,7 +46,7 @@ class StepState(msgspec.Struct):
         encoder_inputs: indices of the features to encode, by request id.
         encoding: ids of the requests that use a feature encoded in this step, by its identifier.
         preempted: cause of the preemption, by request id.
-        timed_out: ids of the requests whose deadline has passed.
+        timed_out: ids of the requests past their deadline.
         waiting: reasons of the requests that were considered and got no tokens, by id.
         admission_stopped: why no further request was admitted.
         finishes: requests that the policy ends with the result of the step, by id.
@@ -117,7 +117,7 @@ class StepState(msgspec.Struct):
 
 
 class PlannedStep(msgspec.Struct):
-    """A plan whose results have not arrived.
+    """A plan without results yet.
 
     Attributes:
         requests: the requests that get tokens, in the plan's order.

@@ -38,7 +38,7 @@ class RequestTracker:
         blocked: held back by a gate of a step part, by id.
         loading: waiting for blocks that are filled between steps, by id.
         loaded: waiting requests that hold blocks which were filled, by id.
-        pending_free: finished requests whose blocks are still read or written, by id, each with
+        pending_free: finished requests with blocks still read or written, by id, each with
             its unfinished transfers (LOAD, SAVE or both).
         all_fit: whether the cache has room for every request of at most `max_model_len` tokens.
         finished_outputs: last outputs of requests that ended during planning.
@@ -98,7 +98,7 @@ class RequestTracker:
             request.record_event(EngineCoreEventType.QUEUED, self.context.clock())
 
     def pop_expired(self, now: float) -> Iterator[SchedulerRequest]:
-        """Yield the live requests whose deadline has passed, each once."""
+        """Yield the live requests after their deadline, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, order, request_id = heapq.heappop(self._deadlines)
             request = self.requests.get(request_id)
@@ -254,7 +254,8 @@ class RequestTracker:
     def for_clients(self, outputs: OutputsByClient, now: float) -> dict[int, EngineCoreOutputs]:
         """Return outputs and finished ids by client index."""
         result = {
-            client: EngineCoreOutputs(outputs=own, timestamp=now) for client, own in outputs.items()
+            client: EngineCoreOutputs(outputs=client_outputs, timestamp=now)
+            for client, client_outputs in outputs.items()
         }
         for client, ids in self.finished_ids.items():
             if client not in result:
@@ -274,7 +275,9 @@ class RequestTracker:
     def num_waiting_tokens(self) -> int:
         """The number of tokens of prompts that are not computed yet."""
         running = self.running.values()
-        ready = sum(min(one.num_computed_tokens, one.num_prompt_tokens) for one in running)
+        ready = sum(
+            min(request.num_computed_tokens, request.num_prompt_tokens) for request in running
+        )
         return self._num_prompt_tokens - ready
 
     def load(self, now: float, token_budget: int) -> Load:

@@ -26,10 +26,10 @@ def match_external(
     needs_all = params.prompt_logprobs is not None or params.routed_experts
     if transfers is None or request.skip_transfer or needs_all or params.skip_reading_prefix_cache:
         return 0, False
-    found, asynchronous = transfers.get_num_new_matched_tokens(request, prefix.num_tokens)
-    if found is None:
+    num_matched, asynchronous = transfers.get_num_new_matched_tokens(request, prefix.num_tokens)
+    if num_matched is None:
         return None, False
-    end = min(prefix.num_tokens + found, request.num_tokens - 1)
+    end = min(prefix.num_tokens + num_matched, request.num_tokens - 1)
     while (whole := request.source.whole_prefix(end)) < end:
         end = whole // tracker.cache.block_size * tracker.cache.block_size
     external = end - prefix.num_tokens
@@ -71,7 +71,7 @@ def process_transfers(
     """Process the transfers in a result: failed and finished loads, finished saves.
 
     Args:
-        plans: the result's plan, and those made since.
+        plans: the result's plan, and later plans.
     """
     if result.invalid_block_ids:
         reset_uncertain_cache(tracker, plans)
@@ -106,7 +106,7 @@ def _finish_transfer(tracker: RequestTracker, request_id: str, transfer: str) ->
 
 
 def _skip_transfer(tracker: RequestTracker, invalid: frozenset[int], step: PlannedStep) -> None:
-    """Mark the requests of a step whose load failed, also those that were preempted since.
+    """Mark the requests of a step with a failed load, also if preempted since.
 
     Another request may have their blocks by now; loading again would fail again.
     """
@@ -117,9 +117,9 @@ def _skip_transfer(tracker: RequestTracker, invalid: frozenset[int], step: Plann
 
 
 def _recompute_invalid(tracker: RequestTracker, invalid: frozenset[int], now: float) -> None:
-    """Reset all requests that hold a block whose load failed; valid blocks stay cached.
+    """Reset all requests with a block of a failed load; valid blocks stay cached.
 
-    They compute what is missing locally; it is not looked up again.
+    They compute the missing blocks locally, without another lookup.
     """
     tracker.cache.discard(invalid)
     for request in list(tracker.requests.values()):

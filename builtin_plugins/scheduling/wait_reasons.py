@@ -44,21 +44,21 @@ def no_blocks(needed: int, available: int, reserved: int, states: int | None) ->
 
     Args:
         needed: most that the request needs.
-        available: those that are free.
-        reserved: those that have to remain free.
-        states: those that are free for states; None if the model has none.
+        available: free blocks.
+        reserved: blocks that have to remain free.
+        states: blocks free for states; None if the model has none.
     """
-    kept = f", of which {reserved} are kept for running requests" if reserved else ""
+    suffix = f", {reserved} of them reserved for running requests" if reserved else ""
     return WaitReason(
         WaitingFor.BLOCKS,
-        f"it needs up to {needed} KV blocks, {available} are free{of_states(states)}{kept}",
+        f"it needs up to {needed} KV blocks, {available} are free{of_states(states)}{suffix}",
         needed,
         max(available - reserved, 0),
     )
 
 
 def of_states(states: int | None) -> str:
-    """Return how many of the free blocks are for states, which may be what is lacking."""
+    """Return how many of the free blocks are for states, which may be lacking."""
     return "" if states is None else f" ({states} for states of layers)"
 
 
@@ -94,9 +94,7 @@ def no_encoder_budget(needed: int, available: int) -> WaitReason:
 def remote_kv(num_tokens: int | None) -> WaitReason:
     """Return the reason: a connector loads the KV of some tokens, or must be asked again (None)."""
     if num_tokens is None:
-        return WaitReason(
-            WaitingFor.REMOTE_KV, "the KV connector does not know yet what it can load"
-        )
+        return WaitReason(WaitingFor.REMOTE_KV, "the KV connector has not answered the lookup yet")
     return WaitReason(
         WaitingFor.REMOTE_KV, f"the KV of {num_tokens} tokens is being loaded", num_tokens, 0
     )
@@ -107,7 +105,7 @@ def results(num_placeholders: int) -> WaitReason:
     are = "is" if num_placeholders == 1 else "are"
     return WaitReason(
         WaitingFor.RESULTS,
-        f"{num_placeholders} of its tokens {are} in steps whose results have not arrived",
+        f"{num_placeholders} of its tokens {are} in steps without results yet",
     )
 
 

@@ -87,10 +87,12 @@ class WaitingQueue:
 
     def num_ahead(self, request: SchedulerRequest) -> int:
         """Return how many requests of its group come before a request."""
-        own = self._chunk_of[request.request_id]
-        chunks = self._groups[own.group]
-        before = chunks[: chunks.index(own)]
-        return sum(len(chunk.requests) for chunk in before) + own.requests.index(request)
+        chunk_of_request = self._chunk_of[request.request_id]
+        chunks = self._groups[chunk_of_request.group]
+        before = chunks[: chunks.index(chunk_of_request)]
+        return sum(len(chunk.requests) for chunk in before) + chunk_of_request.requests.index(
+            request
+        )
 
     def cursor(self, now: float) -> QueueCursor:
         """Return a cursor at the first request."""
@@ -113,7 +115,7 @@ class WaitingQueue:
         return list(self._groups)
 
     def in_order(self, group: Hashable) -> Iterator[SchedulerRequest]:
-        """Yield the requests of a group in order, except those removed in the meantime."""
+        """Yield the requests of a group in order, except requests removed in the meantime."""
         for chunk in tuple(self._groups[group]):
             for request in tuple(chunk.requests):
                 if request in self:
@@ -124,7 +126,7 @@ class QueueCursor:
     """One pass over the queue, best request first; skipped requests keep their place in it.
 
     The best request of the group with the smallest group key comes first; of equal group keys, the
-    group whose best request arrived first. Nothing is added to the queue during the pass.
+    group with the earliest best request. Nothing is added to the queue during the pass.
     """
 
     def __init__(self, queue: WaitingQueue, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Drafts what a smaller model writes, drawn with the noise of the request itself."""
+"""Speculator with a draft model, sampled with the noise of the request itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DraftModel(Speculator):
     2024).
     The drafts of a request do not depend on others, and its KV cache is its own: it survives a
     preemption of the request, and a prefix that the engine had cached is computed once. A request
-    whose prompt has embeddings, which are those of the engine's model, has no drafts.
+    with embeddings in its prompt, which belong to the engine's model, has no drafts.
     """
 
     contract = 1
@@ -113,7 +113,7 @@ class DraftModel(Speculator):
         known: list[int] = request.state
         prompt, output = request.prompt_token_ids, request.output_token_ids
         length = len(prompt) + len(output)
-        # Drafts are at the end of the sequence; what is before them was compared earlier.
+        # Drafts are at the end of the sequence; earlier tokens were compared before.
         same = min(len(known), length - 1, self._model.length(request.request_id))
         at = max(0, min(len(prompt), same))
         while at < same and known[at] == output[at - len(prompt)]:
@@ -140,22 +140,22 @@ class DraftModel(Speculator):
         """Return the token that the request of each row would draw from these logits."""
         ops, device = self.context.ops, logits.device
         params = [request.params for request in requests]
-        greedy = [one.greedy for one in params]
+        greedy = [sampling.greedy for sampling in params]
         if all(greedy):
             return [int(token) for token in ops.argmax(logits).tolist()]
 
         def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
             return to_device(values, device, dtype).unsqueeze(1)
 
-        temperatures = [1.0 if one.greedy else one.temperature for one in params]
+        temperatures = [1.0 if sampling.greedy else sampling.temperature for sampling in params]
         ops.divide(logits, column(temperatures, torch.float32))
-        k = [one.top_k if 0 < one.top_k < logits.shape[1] else 0 for one in params]
+        k = [sampling.top_k if 0 < sampling.top_k < logits.shape[1] else 0 for sampling in params]
         if any(k):
             ops.keep_top_k(logits, column(k, torch.int64), max(k))
-        if any(one.top_p < 1 for one in params):
-            ops.keep_top_p(logits, column([one.top_p for one in params], torch.float32))
-        if any(one.min_p > 0 for one in params):
-            ops.keep_min_p(logits, column([one.min_p for one in params], torch.float32))
+        if any(sampling.top_p < 1 for sampling in params):
+            ops.keep_top_p(logits, column([sampling.top_p for sampling in params], torch.float32))
+        if any(sampling.min_p > 0 for sampling in params):
+            ops.keep_min_p(logits, column([sampling.min_p for sampling in params], torch.float32))
         drawn = ops.draw(
             logits,
             to_device([request.seed for request in requests], device, torch.int64),

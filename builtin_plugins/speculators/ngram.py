@@ -1,4 +1,4 @@
-"""Drafts what followed the newest tokens of a request where they stood in it before."""
+"""Speculator by n-gram lookup: drafts the continuation of an earlier match in the request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NGram(Speculator):
 
     Of the places where the last `shortest` tokens stood before, the one is taken where most tokens
     before them are the same, of equals the latest (A. Saxena, "Prompt Lookup Decoding", 2023). Of a
-    prompt with embeddings, what comes after the last one is searched.
+    prompt with embeddings, the part after the last one is searched.
     """
 
     contract = 1
@@ -66,7 +66,7 @@ class NGramIndex:
     Runs are found by a dictionary of the latest place of each, and the place before each place.
 
     Attributes:
-        num_prompt: those of the prompt; the others are output.
+        num_prompt: tokens of the prompt; the others are output.
     """
 
     def __init__(self, length: int) -> None:
@@ -93,7 +93,7 @@ class NGramIndex:
     def after(self, longest: int, limit: int) -> list[int]:
         """Return up to `limit` tokens that followed the last ones before; empty if none did.
 
-        What would come after the end follows from the drafts themselves: a text that repeats
+        Tokens after the end follow from the drafts themselves: a text that repeats
         itself is drafted on.
         """
         place = self._best(longest)

@@ -1,4 +1,4 @@
-"""Drafts what followed the newest tokens most often, in the request and in earlier outputs."""
+"""Suffix speculator: drafts the most frequent continuation in the request and earlier outputs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _T = TypeVar("_T")
 class Suffix(Speculator):
     """Drafts from the request's own text and from outputs of others, by a tree of suffixes each.
 
-    The last 1, 2, ... tokens are looked up in both. What followed them most often is drafted while
+    The last 1, 2, ... tokens are looked up in both. The most frequent continuation is drafted while
     its share of the places is large enough, and the draft with the most tokens that are
-    expected to be right is taken; of equals, that of the longest run of tokens, in the request's
+    expected to be right is taken; of equals, the longest run of tokens, in the request's
     own text (G. Oliaro et al., "SuffixDecoding", NeurIPS 2025). More tokens are drafted the more
     are the same: a text that repeats another one gets many, a new one few or none.
 
-    Outputs, those of running requests too, are seen by requests of the same cache salt and adapter
-    only. They stay until the limits of all together are reached, then the oldest go. The trees of
+    Outputs, including outputs of running requests, are seen by requests of the same cache salt and
+    adapter only. They stay until the limits of all are reached, then the oldest go. The trees of
     running requests take 50 to 110 bytes a token of prompt and output besides. Of a prompt with
-    embeddings, what comes after the last one is part of the text.
+    embeddings, the part after the last one belongs to the text.
     """
 
     contract = 1
@@ -41,7 +41,7 @@ class Suffix(Speculator):
 
         Attributes:
             max_tree_depth: tokens that are compared and drafted, together, at most.
-            max_cached_requests: requests whose outputs are kept, at most; 0 keeps none.
+            max_cached_requests: requests with kept outputs, at most; 0 keeps none.
             max_bytes: bytes that these occupy, at most.
             max_spec_factor: tokens that are drafted for each token that is the same, at most.
             max_spec_offset: tokens that may be drafted besides.
@@ -85,12 +85,12 @@ class Suffix(Speculator):
         """Return the drafts with the highest scores."""
         for request in requests:
             self._read(request)
-        found = [self._draft(request) for request in requests]
-        order = sorted(range(len(found)), key=lambda index: -found[index][1])  # stable
+        results = [self._draft(request) for request in requests]
+        order = sorted(range(len(results)), key=lambda index: -results[index][1])  # stable
         for index in order:
-            del found[index][0][budget:]
-            budget -= len(found[index][0])
-        return [drafts for drafts, _ in found]
+            del results[index][0][budget:]
+            budget -= len(results[index][0])
+        return [drafts for drafts, _ in results]
 
     def ended(self, request: DraftRequest) -> None:
         """Keep the end of the output, and drop the tree."""
@@ -120,22 +120,22 @@ class Suffix(Speculator):
         if missing := longest - len(pattern):
             pattern = [*text.prompt[-missing:], *pattern]
         extent = self._extent(request)
-        own = text.tree.draft(pattern, extent)
+        local_draft = text.tree.draft(pattern, extent)
         other = self._outputs.draft(request.scope, pattern, extent)
-        return max(own, other, key=lambda drafted: drafted[1])  # of equals the first
+        return max(local_draft, other, key=lambda drafted: drafted[1])  # of equals the first
 
     def _extent(self, request: DraftRequest) -> Extent:
-        given, options = request.arguments, self.options
+        arguments, options = request.arguments, self.options
         return Extent(
             request.limit,
-            _chosen(given.max_spec_factor, options.max_spec_factor),
-            _chosen(given.max_spec_offset, options.max_spec_offset),
-            _chosen(given.min_token_prob, options.min_token_prob),
+            _chosen(arguments.max_spec_factor, options.max_spec_factor),
+            _chosen(arguments.max_spec_offset, options.max_spec_offset),
+            _chosen(arguments.min_token_prob, options.min_token_prob),
         )
 
 
-def _chosen(given: _T | None, option: _T) -> _T:
-    return option if given is None else given
+def _chosen(argument: _T | None, option: _T) -> _T:
+    return option if argument is None else argument
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +202,7 @@ class Outputs:
         return len(self._outputs)
 
     def append(self, output: Output, tokens: Sequence[int]) -> None:
-        """Append tokens to an output; one that was removed begins again with them."""
+        """Append tokens to an output; a removed output begins again with them."""
         if not tokens or not self._max_requests:
             return
         with self._changing(output.scope) as tree:

@@ -1,4 +1,4 @@
-"""A tree of the suffixes of token sequences: what followed some tokens before, and how often."""
+"""A suffix tree of token sequences, with counts of continuations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NODE_BYTES, _SEQUENCE_BYTES = 320, 1024
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Some tokens that follow those of its parent, the same at each of its places.
+    """Some tokens that follow the parent's tokens, the same at each of its places.
 
     Attributes:
         count: places where the tokens from the root to here stand.
@@ -40,8 +40,8 @@ _NOWHERE = _Node(0, -1, 0, 0, None, {})
 class SuffixTree:
     """The first `depth` tokens of each suffix of some sequences, path-compressed.
 
-    Sequences are numbered in the order in which they begin, which is that in which they are
-    removed: so no node refers to a sequence that is gone while one that has its tokens is left.
+    Sequences are numbered in the order in which they begin, and removed in the same
+    order: so no node refers to a removed sequence while another with its tokens is left.
     Each suffix ends at a node, hence there are at most twice as many nodes as tokens.
 
     `hardpoint.kernels.suffix_tree.CompiledSuffixTree` is the same in C++, with the same drafts.
@@ -86,7 +86,7 @@ class SuffixTree:
     def _advance(self, node: _Node, token: int, sequence: int, place: int) -> _Node:
         child = node.children.get(token)
         if child is None:
-            if node.count == 1:  # it is the only one that ends here; the root's count is 0
+            if node.count == 1:  # only this one ends here; the root's count is 0
                 node.length += 1
                 return node
             child = node.children[token] = _Node(1, sequence, place, 1, node, {})
@@ -160,7 +160,7 @@ class SuffixTree:
     def draft(self, pattern: Sequence[int], extent: Extent) -> tuple[list[int], float]:
         """Return the tokens that followed the last ones of a pattern most often.
 
-        The last 1, 2, ... tokens are looked up. What followed them most often is taken again and
+        The last 1, 2, ... tokens are looked up. Their most frequent continuation is taken again and
         again, of equals the latest in the newest sequence. The probability of a token is the
         product of the fractions that took it; a score is the sum of them.
 
@@ -169,7 +169,7 @@ class SuffixTree:
             extent: how far drafts go.
 
         Returns:
-            The drafts with the highest score, of equals those of the longest pattern; the score.
+            The drafts with the highest score, of equals the longest pattern's; the score.
         """
         drafts: list[int] = []
         best = 0.0
@@ -177,9 +177,9 @@ class SuffixTree:
             node, matched = self._find(pattern[len(pattern) - length :])
             if matched == node.length and not node.children:  # nothing followed
                 break
-            found, score = self._follow(node, matched, _limit(extent, length), extent.probability)
-            if found and score >= best:
-                drafts, best = found, score
+            tokens, score = self._follow(node, matched, _limit(extent, length), extent.probability)
+            if tokens and score >= best:
+                drafts, best = tokens, score
         return drafts, best
 
     def _find(self, pattern: Sequence[int]) -> tuple[_Node, int]:
@@ -198,19 +198,19 @@ class SuffixTree:
     def _follow(
         self, node: _Node, matched: int, limit: int, least: float
     ) -> tuple[list[int], float]:
-        found: list[int] = []
+        tokens: list[int] = []
         probability, score = 1.0, 0.0
-        while len(found) < limit:
+        while len(tokens) < limit:
             if matched == node.length:
                 places = node.count
                 node, matched = max(node.children.values(), key=_rank, default=_NOWHERE), 0
                 probability = probability * node.count / places
                 if probability < least or node is _NOWHERE:
                     break
-            found.append(self._texts[node.sequence - self._first][node.start + matched])
+            tokens.append(self._texts[node.sequence - self._first][node.start + matched])
             score += probability
             matched += 1
-        return found, score
+        return tokens, score
 
 
 def _limit(extent: Extent, length: int) -> int:

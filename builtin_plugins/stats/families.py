@@ -35,9 +35,9 @@ class Family:
     Attributes:
         name: without the prefix, and without `_total` of a counter.
         kind: class of its Prometheus family.
-        help: what it counts.
+        help: description of its count.
         read: returns its value of an engine, or one per value of `label`.
-        label: in addition to those that all have.
+        label: in addition to the labels of all.
     """
 
     name: str
@@ -96,7 +96,7 @@ ENGINE_FAMILIES = (
     Family(
         "external_prefix_cache_queries",
         _C,
-        "Tokens that the KV connector was asked for, after those found in the prefix cache.",
+        "Tokens looked up in the KV connector, after hits of the prefix cache.",
         lambda e: e.external_queries.value,
     ),
     Family(
@@ -109,7 +109,7 @@ ENGINE_FAMILIES = (
     Family(
         "prompt_tokens",
         _C,
-        "Tokens of prompts whose first token was generated, cached ones included.",
+        "Prompt tokens of requests with a first token, cached ones included.",
         lambda e: e.prompt_tokens,
     ),
     Family(
@@ -126,7 +126,7 @@ ENGINE_FAMILIES = (
     Family(
         "prompt_tokens_cached",
         _C,
-        "Those of them that were not computed.",
+        "Prompt tokens that were cached, and not computed.",
         lambda e: e.prompt_tokens_cached,
     ),
     Family("generation_tokens", _C, "Generated tokens.", lambda e: e.generation_tokens),
@@ -232,7 +232,7 @@ ENGINE_FAMILIES = (
         lambda e: e.params_max_tokens,
     ),
 )
-"""Metrics of an engine, under its own prefix and under those of the aliases."""
+"""Metrics of an engine, under its own prefix and under the prefixes of aliases."""
 
 _STEP_TOKENS = Family(
     "iteration_tokens",
@@ -293,7 +293,7 @@ WEIGHT_FAMILIES = (
         "version",
     ),
 )
-"""Metrics of engines whose weights have versions, under the own prefix only."""
+"""Metrics of engines with versions of weights, under the own prefix only."""
 
 RETENTION_FAMILIES = (
     Family(
@@ -336,7 +336,13 @@ TIER_FAMILIES = (
             "failures": "Calls that raised, took too long, or gave bytes that are wrong.",
         }.items()
     ),
-    Family("kv_tier_used_bytes", _G, "Bytes that it keeps, if it says.", _tier_used_bytes, "tier"),
+    Family(
+        "kv_tier_used_bytes",
+        _G,
+        "Bytes that it keeps, if it reports them.",
+        _tier_used_bytes,
+        "tier",
+    ),
 )
 """Metrics of the tiers of a KV connector, all ranks together, under the own prefix only."""
 
@@ -366,7 +372,7 @@ OFFLOAD_FAMILIES = (
         lambda e: e.tiers.nearest("store_seconds"),
     ),
 )
-"""What an alias has in their place: all tiers loaded from, and the nearest one stored in."""
+"""Aliases of them: all tiers loaded from, and the nearest one stored in."""
 
 PLUGIN_COUNTERS = {
     "seconds": "Time in a logits processor's methods.",
@@ -423,8 +429,8 @@ def _metrics(
             if family.label is None:
                 add(metric, (model_name, str(index)), value)
                 continue
-            for key, one in value.items():
-                add(metric, (model_name, str(index), key), one)
+            for key, item in value.items():
+                add(metric, (model_name, str(index), key), item)
     return metrics
 
 
@@ -492,9 +498,11 @@ def adapter_families(
 def plugin_families(model_name: str, engine: int, figures: PluginFigures) -> Iterator[Metric]:
     """Yield all metrics of plugins, all engines together."""
     common = (model_name, str(engine))
-    for what, text in PLUGIN_COUNTERS.items():
-        counter = CounterMetricFamily(f"{OWN}:plugin_{what}", text, labels=(*_LABELS, "plugin"))
-        for name, total in figures.totals(what).items():
+    for counter_name, text in PLUGIN_COUNTERS.items():
+        counter = CounterMetricFamily(
+            f"{OWN}:plugin_{counter_name}", text, labels=(*_LABELS, "plugin")
+        )
+        for name, total in figures.totals(counter_name).items():
             counter.add_metric((*common, name), total)
         yield counter
     gauge = GaugeMetricFamily(

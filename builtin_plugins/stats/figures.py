@@ -18,7 +18,7 @@ from hardpoint.plugins import (
 if TYPE_CHECKING:
     from hardpoint.plugins.requests.stats import FinishedRequest, PluginReport
 
-# The bounds are those of vLLM, with smaller ones for small models: sums over instances of both
+# The bounds are vLLM's, with smaller ones for small models: sums over instances of both
 # engines are right from vLLM's first bound on.
 _FIRST_TOKEN = (
     "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
@@ -85,7 +85,7 @@ class Total:
         self._last = self.value = 0.0
 
     def follow(self, now: float) -> None:
-        """Add what the total has grown; one that is smaller than before has started again."""
+        """Add the growth of the total; a smaller total than before has started again."""
         self.value += now - self._last if now >= self._last else now
         self._last = now
 
@@ -107,29 +107,29 @@ class TierFigures:
         return bool(self._tiers)
 
     def follow(self, tiers: Mapping[str, KVTierStats]) -> None:
-        """Read totals; those of a tier that is missing start again."""
+        """Read totals; totals of a missing tier start again."""
         for name in tiers:
             if name not in self._tiers:
-                self._tiers[name] = {what: Total() for what in self._TOTALS}
+                self._tiers[name] = {field: Total() for field in self._TOTALS}
         for name, totals in self._tiers.items():
             tier = tiers.get(name)
-            for what, total in totals.items():
-                total.follow(0 if tier is None else getattr(tier, what))
+            for field, total in totals.items():
+                total.follow(0 if tier is None else getattr(tier, field))
         self.used_bytes = {
             name: tier.used_bytes for name, tier in tiers.items() if tier.used_bytes is not None
         }
 
-    def totals(self, what: str) -> dict[str, float]:
+    def totals(self, field: str) -> dict[str, float]:
         """Return a total, a field of `KVTierStats`, by tier."""
-        return {name: totals[what].value for name, totals in self._tiers.items()}
+        return {name: totals[field].value for name, totals in self._tiers.items()}
 
-    def sum(self, what: str) -> float:
+    def sum(self, field: str) -> float:
         """Return a total of all tiers together."""
-        return sum(self.totals(what).values())
+        return sum(self.totals(field).values())
 
-    def nearest(self, what: str) -> float:
+    def nearest(self, field: str) -> float:
         """Return a total of the nearest tier; 0 without tiers."""
-        return next(iter(self.totals(what).values()), 0.0)
+        return next(iter(self.totals(field).values()), 0.0)
 
 
 class EngineFigures:
@@ -187,7 +187,7 @@ class EngineFigures:
             self._add_finished(stats)
 
     def read(self, report: EngineReport) -> None:
-        """Read what is known of the engine, where there are several."""
+        """Read the state of the engine, if there are several."""
         self.restarts, self.resumes = report.restarts, report.num_resumes
         if report.sleep_level is not None:
             self.sleep_level = report.sleep_level
@@ -276,16 +276,16 @@ class PluginFigures:
             self._totals["steps"][name].follow(meter.steps)
         for name, count in health.faults.items():
             self._totals["faults"][name].follow(count)
-        for what, faults in (("fallbacks", health.fallbacks), ("slow_steps", health.slow)):
+        for field, faults in (("fallbacks", health.fallbacks), ("slow_steps", health.slow)):
             for name, fault in faults.items():
-                self._totals[what][name].follow(fault.count)
+                self._totals[field][name].follow(fault.count)
         known = {*self.quarantined, *report.meters, *health.faults, *health.quarantined}
         self.quarantined = {name: float(name in health.quarantined) for name in sorted(known)}
         self.num_blocks = report.num_blocks
 
-    def totals(self, what: str) -> Mapping[str, float]:
+    def totals(self, field: str) -> Mapping[str, float]:
         """Return a total by plugin name: seconds, rows, steps, faults, fallbacks or slow_steps."""
-        return {name: total.value for name, total in sorted(self._totals[what].items())}
+        return {name: total.value for name, total in sorted(self._totals[field].items())}
 
 
 def _tokens() -> Histogram:

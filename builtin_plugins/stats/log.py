@@ -112,7 +112,7 @@ class LogSink(StatSink):
 
 
 def _share(totals: dict[int, PrefixCacheStats], logged: dict[int, PrefixCacheStats]) -> str:
-    """Return the share of hits since the last line, as text; `logged` is what was known then."""
+    """Return the share of hits since the last line, as text; `logged`: totals at that time."""
     queried = hit = 0
     for index, total in totals.items():
         before = logged.get(index)

@@ -30,8 +30,8 @@ _NS = 1_000_000_000
 class OpenTelemetrySink(StatSink):
     """Exports a span for each completion, with a child span for each of its stages.
 
-    Spans are made when a completion ends, and sent by another thread; what that cannot send in time
-    is dropped by the library. A `traceparent` among the request's trace headers is the parent.
+    Spans are made when a completion ends, and sent by another thread; the library drops late
+    ones. A `traceparent` among the request's trace headers is the parent.
     Sampling is the library's, by its environment variables (`OTEL_TRACES_SAMPLER`).
     """
 
@@ -41,7 +41,7 @@ class OpenTelemetrySink(StatSink):
     }
 
     class Options(plugins.Options):
-        """Where spans go; what is None follows the environment (`OTEL_EXPORTER_OTLP_...`).
+        """Destination of spans; None follows the environment (`OTEL_EXPORTER_OTLP_...`).
 
         Attributes:
             endpoint: URL of the collector; of "http/protobuf" with the path, which usually is
@@ -178,7 +178,7 @@ class OpenTelemetrySink(StatSink):
         return attributes
 
     def close(self) -> None:
-        """Send what is left, for a moment; forget the rest."""
+        """Send the remaining spans for a moment; drop the rest."""
         if self._closed:
             return
         self._closed = True

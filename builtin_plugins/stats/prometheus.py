@@ -58,8 +58,8 @@ class PrometheusSink(StatSink, Collector):
         if plugins.scheduler is not None:
             for index, scheduler in self._schedulers(plugins.scheduler, only):
                 self._engines[index].scheduler = scheduler
-        one = EngineReport(restarts=plugins.health.restarts, sleep_level=plugins.sleep_level)
-        for index, report in (plugins.engines or {only: one}).items():
+        single = EngineReport(restarts=plugins.health.restarts, sleep_level=plugins.sleep_level)
+        for index, report in (plugins.engines or {only: single}).items():
             self._engines[index].read(report)
         self._plugins.follow(plugins)
         registry = CollectorRegistry()

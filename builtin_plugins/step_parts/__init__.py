@@ -1,1 +1,1 @@
-"""Features of the engine's step, each a step part; they import what every author may."""
+"""Features of the engine's step, each a step part, with imports open to every author."""

@@ -23,7 +23,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def compile_template(source: str) -> Template:
-    """Compile a template for a sandbox with what transformers offers to chat templates."""
+    """Compile a template for a sandbox with the functions that transformers offers to templates."""
     from jinja2 import TemplateError, nodes  # noqa: PLC0415
     from jinja2.exceptions import SecurityError  # noqa: PLC0415
     from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415
@@ -98,17 +98,17 @@ def _variables(request: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of a request; a message's reasoning has all the names it is read by."""
     messages = []
     for message in request["messages"]:
-        found = [message[name] for name in _REASONING_FIELDS if message.get(name) is not None]
-        if found:
-            message = {"thinking": found[0], **message, "reasoning_content": found[0]}
+        reasonings = [message[name] for name in _REASONING_FIELDS if message.get(name) is not None]
+        if reasonings:
+            message = {"thinking": reasonings[0], **message, "reasoning_content": reasonings[0]}
         messages.append(message)
     return {"tools": None, "documents": None, **request, "messages": messages}
 
 
 def _adapted(messages: list[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-    """Return messages whose calls have another form, which a template wants by its error.
+    """Return messages with calls in another form, as the error of the template asks for.
 
-    Mistral's templates want ids of nine characters, and those of DeepSeek's R1 and V3.1 join
+    Mistral's templates want ids of nine characters, and templates of DeepSeek's R1 and V3.1 join
     arguments to a text.
     """
 
@@ -127,7 +127,7 @@ def _adapted(messages: list[dict[str, Any]], error: Exception) -> list[dict[str,
         changes = {"id": short}
     elif isinstance(error, TypeError):
         changes = {"function": as_text}
-    found = []
+    adapted = []
     for message in messages:
         message = dict(message)
         if "id" in changes and "tool_call_id" in message:
@@ -139,23 +139,23 @@ def _adapted(messages: list[dict[str, Any]], error: Exception) -> list[dict[str,
                 else call
                 for call in calls
             ]
-        found.append(message)
-    return found
+        adapted.append(message)
+    return adapted
 
 
 def answer(
     compiled: Callable[[str], Template], request: bytes, max_characters: int
 ) -> dict[str, str]:
     """Return the answer to one request: its text, or its error."""
-    given = json.loads(request)
+    fields = json.loads(request)
     try:
-        template = compiled(given.pop("template"))
+        template = compiled(fields.pop("template"))
         try:
-            return {"text": render(template, given, max_characters)}
+            return {"text": render(template, fields, max_characters)}
         except Exception as error:
-            if (adapted := _adapted(given["messages"], error)) == given["messages"]:
+            if (adapted := _adapted(fields["messages"], error)) == fields["messages"]:
                 raise
-            return {"text": render(template, {**given, "messages": adapted}, max_characters)}
+            return {"text": render(template, {**fields, "messages": adapted}, max_characters)}
     except MemoryError:
         return {"error": "it needs too much memory"}
     except Exception as error:  # a template is a program: it can raise anything
@@ -172,6 +172,6 @@ def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
         settings: `max_characters`, the maximum length of an answer.
     """
     compiled = lru_cache(maxsize=8)(compile_template)
-    compiled("")  # imports what compiling needs
+    compiled("")  # imports the modules of compilation
     max_characters = settings["max_characters"]
     return lambda request: json.dumps(answer(compiled, request, max_characters)).encode()

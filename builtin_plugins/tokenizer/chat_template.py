@@ -93,7 +93,7 @@ class ChatRenderer:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of another type as plain data; of what has none, the name of its type."""
+    """Return a value of another type as plain data, or else the name of its type."""
     if isinstance(value, Mapping):
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

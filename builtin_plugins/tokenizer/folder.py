@@ -48,7 +48,7 @@ _SENTENCEPIECE_CLASSES: Mapping[str, tuple[bool, bool]] = {
     "LlamaTokenizer": (True, False),
     "T5Tokenizer": (False, True),
 }
-"""Classes whose ids are those of SentencePiece: whether they add bos and eos by default."""
+"""Classes with ids of SentencePiece: whether they add bos and eos by default."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def _special_tokens(path: Path, config: Mapping[str, Any], where: str) -> dict[s
     stated = {f"{where}: {name}": config.get(name) for name in _TEMPLATE_VARIABLES}
     file = path / "special_tokens_map.json"
     if "added_tokens_decoder" not in config and file.exists():
-        found = read_json(file)
-        stated |= {f"{path.name}/{file.name}: {n}": found.get(n) for n in _TEMPLATE_VARIABLES}
+        content = read_json(file)
+        stated |= {f"{path.name}/{file.name}: {n}": content.get(n) for n in _TEMPLATE_VARIABLES}
     return {
         place.rpartition(" ")[2]: _content(token, place)
         for place, token in stated.items()
@@ -105,12 +105,14 @@ def _special_tokens(path: Path, config: Mapping[str, Any], where: str) -> dict[s
 
 def _templates(path: Path, config: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
     """Yield names and sources of chat templates; the last one of a name counts."""
-    found = config.get("chat_template")
-    if isinstance(found, str):
-        yield DEFAULT_TEMPLATE, found
-    elif found is not None and not isinstance(found, list):
-        raise ModelError(f"{where}: chat_template: expected a text or a list, got {short(found)}")
-    for index, item in enumerate(found if isinstance(found, list) else ()):
+    templates = config.get("chat_template")
+    if isinstance(templates, str):
+        yield DEFAULT_TEMPLATE, templates
+    elif templates is not None and not isinstance(templates, list):
+        raise ModelError(
+            f"{where}: chat_template: expected a text or a list, got {short(templates)}"
+        )
+    for index, item in enumerate(templates if isinstance(templates, list) else ()):
         fields = item if isinstance(item, dict) else {}
         name, template = fields.get("name"), fields.get("template")
         if not (isinstance(name, str) and isinstance(template, str)):
@@ -159,7 +161,7 @@ def _fast_tokenizer(
             f"{path.name}/tokenizer_config.json: auto_map: expected no code (a model's folder "
             f"never runs any) but a tokenizer.json, got {short(config['auto_map'])}"
         )
-    if not any(found for pattern in _VOCABULARIES for found in path.glob(pattern)):
+    if not any(file for pattern in _VOCABULARIES for file in path.glob(pattern)):
         raise ModelError(
             f"{path.name}: it has no tokenizer.json, nor another file of a tokenizer "
             f"({', '.join(_VOCABULARIES)}); add the model's tokenizer.json, or set tokenizer.path "
@@ -194,7 +196,7 @@ def _from_tiktoken(
 def _add_tokens(
     tokenizer: FastTokenizer, path: Path, config: Mapping[str, Any], others: tuple[str, ...]
 ) -> None:
-    """Add the tokens that the folder names, and those of its class.
+    """Add the tokens that the folder names, and the tokens of its class.
 
     Raises:
         ModelError: a token cannot have its id.
@@ -217,9 +219,9 @@ def _add_tokens(
         tokens.append(token)
     tokenizer.add_tokens(tokens)
     for index, token in added.items():
-        if (found := tokenizer.token_to_id(token.content)) != index:
+        if (known := tokenizer.token_to_id(token.content)) != index:
             raise ModelError(
-                f"{path.name}: the added token {token.content!r}: expected the id {found}, which "
+                f"{path.name}: the added token {token.content!r}: expected the id {known}, which "
                 f"the vocabulary or another one gives it, got {index}"
             )
 
@@ -267,9 +269,9 @@ def _add_around(
     """
     added = {}
     for side, default in zip(("bos", "eos"), defaults, strict=True):
-        found = tokenizer.token_to_id(special.get(f"{side}_token", ""))
-        if config.get(f"add_{side}_token", default) and found is not None:
-            added[side] = found
+        token_id = tokenizer.token_to_id(special.get(f"{side}_token", ""))
+        if config.get(f"add_{side}_token", default) and token_id is not None:
+            added[side] = token_id
     if not added:
         return
     before, after = (["bos"] if "bos" in added else []), (["eos"] if "eos" in added else [])
@@ -328,7 +330,7 @@ def _growth(part: Mapping[str, Any]) -> float:
     growth = math.prod(map(_growth, parts))
     if part.get("type") == "Replace":
         pattern = part["pattern"].get("String")
-        matched = len(pattern) if pattern else 1  # what an expression matches is not known
+        matched = len(pattern) if pattern else 1  # the length of an expression's match is unknown
         growth *= max(1.0, len(part["content"]) / matched)
     return growth
 

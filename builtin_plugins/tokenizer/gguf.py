@@ -35,12 +35,12 @@ def special_tokens(file: GGUFFile, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens for chat templates by name, such as `bos_token`."""
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: file.scalar(f"tokenizer.ggml.{key}_token_id", int) for name, key in keys.items()}
-    found = {
+    tokens = {
         f"{name}_token": tokenizer.id_to_token(index)
         for name, index in ids.items()
         if index is not None and index >= 0
     }
-    return {name: token for name, token in found.items() if token is not None}
+    return {name: token for name, token in tokens.items() if token is not None}
 
 
 def _byte_level(file: GGUFFile, path: Path) -> Tokenizer:

@@ -24,8 +24,8 @@ _CHECKS_WITH_TEXT = (
 class NoTokenizer(Tokenizer):
     """Of engines without a tokenizer, which read none of its files.
 
-    Prompts of token ids run, and give vectors, or token ids with `detokenize=False`. What needs
-    texts is refused.
+    Prompts of token ids run, and give vectors, or token ids with `detokenize=False`. Features that
+    need texts are rejected.
     """
 
     contract = 1
@@ -45,7 +45,7 @@ class NoTokenizer(Tokenizer):
         raise RequestError(f"prompt: expected token ids, {_WHY}, got a text")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:  # noqa: ARG002
-        """Return no text, which is that of tokens in log-probabilities."""
+        """Return no text, as for tokens in log-probabilities."""
         return ""
 
     def decode_stream(

@@ -1,8 +1,8 @@
-"""Token ids of texts with special tokens, such as conversations, whose segments are kept.
+"""Token ids of texts with special tokens, such as conversations, cached by segment.
 
-A tokenizer finds its special tokens in the text first, and tokenises what is between them apart. So
-the tokens of a text are those of its segments one after the other, where each but the first begins
-with a special token. In a conversation, all but the last ones are those of the turn before.
+A tokenizer finds its special tokens in the text first, and tokenizes the parts between. So
+the tokens of a text are the tokens of its segments, each but the first beginning with
+a special token. In a conversation, all but the last ones belong to the turn before.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tokenizers import Tokenizer as FastTokenizer
 
 
 class SegmentCache:
-    """Tokenises texts by segments, and keeps the ids of those that were used last.
+    """Tokenizes texts by segments, and caches the ids of recently used ones.
 
     Safe in any thread.
 
     Attributes:
-        num_bytes: memory of what is kept.
+        num_bytes: memory of the cache.
     """
 
     def __init__(self, tokenizer: FastTokenizer, max_bytes: int) -> None:
@@ -43,7 +43,7 @@ class SegmentCache:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the tokens that the tokenizer adds around texts."""
         places = (
-            [] if self._start is None else [found.start() for found in self._start.finditer(text)]
+            [] if self._start is None else [match.start() for match in self._start.finditer(text)]
         )
         if not places:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -55,15 +55,15 @@ class SegmentCache:
 
     def _ids(self, segment: str) -> list[int]:
         with self._lock:
-            if (kept := self._kept.get(segment)) is not None:
+            if (cached := self._kept.get(segment)) is not None:
                 self._kept.move_to_end(segment)
-                return kept.tolist()
+                return cached.tolist()
         ids = self._tokenizer.encode(segment, add_special_tokens=False).ids
-        kept = array("I", ids)
-        size = _size(segment, kept)
+        cached = array("I", ids)
+        size = _size(segment, cached)
         with self._lock:
             if size <= self._max_bytes and segment not in self._kept:
-                self._kept[segment] = kept
+                self._kept[segment] = cached
                 self.num_bytes += size
             while self.num_bytes > self._max_bytes:
                 self.num_bytes -= _size(*self._kept.popitem(last=False))
@@ -81,7 +81,7 @@ def _size(segment: str, ids: array[int]) -> int:
 def segment_starts(tokenizer: FastTokenizer) -> set[str]:
     """Return the tokens before which any text may be cut without changing its token ids.
 
-    Tokens that are not normalised are found in the text first, before anything else reads it, from
+    Tokens that are not normalized are found in the text first, before anything else reads it, from
     left to right. One of them is always found where its text is, if no other can begin before that
     place and reach beyond it. It takes nothing from the text before it, if it does not strip blanks
     there (`lstrip`), and begins with no blank that another one could strip (`rstrip`).
@@ -89,7 +89,7 @@ def segment_starts(tokenizer: FastTokenizer) -> set[str]:
     added = list(tokenizer.get_added_tokens_decoder().values())
     if (
         tokenizer.encode_special_tokens  # they are not looked for in texts
-        or any(token.single_word for token in added)  # which look at their neighbours
+        or any(token.single_word for token in added)  # which look at their neighbors
         or getattr(tokenizer.model, "dropout", None) is not None
         or not _is_of_library(tokenizer)
     ):

@@ -36,7 +36,7 @@ class SentencePieceModel:
         byte_fallback: whether an unknown character becomes its bytes.
         charsmap: how characters are replaced first; empty leaves them as they are.
         adds_prefix: whether a text begins with a space.
-        joins_spaces: whether several spaces become one, and those at the ends none.
+        joins_spaces: whether several spaces become one, and spaces at the ends none.
     """
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)
@@ -73,7 +73,7 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
         raise ModelError(f"{where}: expected a model of SentencePiece: {cause}") from cause
     if not 0 <= model.unknown < len(model.pieces) <= _MOST_PIECES:
         raise ModelError(
-            f"{where}: expected up to {_MOST_PIECES} pieces, one of them for what is unknown, got "
+            f"{where}: expected up to {_MOST_PIECES} pieces, one of them for unknown text, got "
             f"{len(model.pieces)} and the id {model.unknown}"
         )
     if (longest := max(len(text) for text, _, _ in model.pieces)) > _LONGEST:
@@ -190,12 +190,12 @@ def build_sentencepiece(
 
 
 def _normalizers(model: SentencePieceModel) -> list[Any]:
-    found: list[Any] = []
+    parts: list[Any] = []
     if model.charsmap:
-        found.append(normalizers.Precompiled(model.charsmap))
+        parts.append(normalizers.Precompiled(model.charsmap))
     if model.joins_spaces:
-        found += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    return found
+        parts += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    return parts
 
 
 def _unigram(model: SentencePieceModel) -> models.Unigram:

@@ -1,6 +1,6 @@
-"""How byte-level tokenizers split a text before bytes are merged: those that are published.
+"""Published patterns with which byte-level tokenizers split a text before byte merges.
 
-Patterns are those of the models' tokenizer.json files and tiktoken's; names are llama.cpp's
+Patterns come from the models' tokenizer.json files and from tiktoken; names are llama.cpp's
 (`tokenizer.ggml.pre`, in src/llama-vocab.cpp).
 """
 
@@ -16,7 +16,7 @@ class Split(NamedTuple):
     """Cuts of a text before its bytes are merged.
 
     Attributes:
-        patterns: each splits what those before it left.
+        patterns: each splits the rest of the earlier ones.
         is_gpt2: whether the parts are split as GPT-2 does.
         cuts_digits: whether each digit is a part.
         composes: whether characters are composed first (NFC).
@@ -61,8 +61,8 @@ def _cased(others: str, numbers: str, after: str, short: str) -> str:
     Args:
         others: letters that are cut off.
         numbers: pattern of numbers.
-        after: what may follow other characters, besides ends of lines.
-        short: pattern of what may follow letters, such as 's.
+        after: pattern behind other characters, besides ends of lines.
+        short: pattern behind letters, such as 's.
     """
     both = rf"\p{{Lm}}\p{{Lo}}\p{{M}}{others}]"
     upper, lower = rf"[\p{{Lu}}\p{{Lt}}{both}", rf"[\p{{Ll}}{both}"

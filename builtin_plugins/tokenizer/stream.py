@@ -40,8 +40,8 @@ class TokenTexts(dict[int, str | None]):
 
     def __missing__(self, token_id: int) -> str | None:
         text = self.decode([token_id])
-        self[token_id] = found = None if _REPLACEMENT in text else text
-        return found
+        self[token_id] = visible = None if _REPLACEMENT in text else text
+        return visible
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without context."""

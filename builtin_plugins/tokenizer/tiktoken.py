@@ -1,7 +1,7 @@
 """Tokenizers from the files of tiktoken, which have the tokens alone.
 
-How text is split, and what the special tokens are, is in a model's code, which is never run: the
-classes that are known are a table.
+The split of texts and the special tokens are defined in a model's code, which is never run: the
+known classes are a table.
 """
 
 from __future__ import annotations

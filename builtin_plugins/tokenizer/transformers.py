@@ -83,8 +83,8 @@ class TransformersTokenizer(Tokenizer):
         }
         self._templates = files.chat_templates
         if self.options.chat_template is not None:
-            own = self._own_template(Path(self.options.chat_template))
-            self._templates = {DEFAULT_TEMPLATE: own}
+            template = self._own_template(Path(self.options.chat_template))
+            self._templates = {DEFAULT_TEMPLATE: template}
         self._chat = ChatRenderer(self.options.template_seconds, self.options.template_characters)
         self._special = files.special
         self._has_types = files.has_types
@@ -112,7 +112,7 @@ class TransformersTokenizer(Tokenizer):
         have their own.
 
         Raises:
-            NotImplementedError: the decoder is of a kind whose tokens have no bytes of their own.
+            NotImplementedError: the decoder has tokens without bytes of their own.
         """
         return read_vocabulary(self._tokenizer, self._num_token_ids)
 
@@ -123,7 +123,7 @@ class TransformersTokenizer(Tokenizer):
 
     @property
     def chat_templates(self) -> Mapping[str, str]:
-        """The operator's template, or those of the model."""
+        """The operator's template, or the templates of the model."""
         return self._templates
 
     @property
@@ -199,17 +199,21 @@ class TransformersTokenizer(Tokenizer):
                     f"chat_template_kwargs.{name}: expected a variable that is allowed: {allowed} "
                     f"(the option template_variables of the tokenizer)"
                 )
-        given = {**self._special, **(variables or {}), **({"tools": tools} if tools else {})}
+        all_variables = {
+            **self._special,
+            **(variables or {}),
+            **({"tools": tools} if tools else {}),
+        }
         if continue_final_message:
             messages = _with_end_mark(messages)
         text = self._chat.render(
-            messages, source, add_generation_prompt=add_generation_prompt, variables=given
+            messages, source, add_generation_prompt=add_generation_prompt, variables=all_variables
         )
         return _up_to_end_mark(text) if continue_final_message else text
 
     def _template_for(self, tools: object) -> str | None:
-        found = self._templates
-        return (found.get(_WITH_TOOLS) if tools else None) or found.get(DEFAULT_TEMPLATE)
+        templates = self._templates
+        return (templates.get(_WITH_TOOLS) if tools else None) or templates.get(DEFAULT_TEMPLATE)
 
     def _own_template(self, path: Path) -> str:
         """Return the template that the operator names.
@@ -234,7 +238,7 @@ _END_MARK = "<the final message ends here>"
 
 
 def _with_end_mark(messages: Any) -> Any:
-    """Return messages whose last one, of the assistant, ends with a mark.
+    """Return messages with an end mark after the last one, of the assistant.
 
     Raises:
         RequestError: the last one is no text of the assistant.

@@ -32,7 +32,7 @@ _CLEANUP = {
     " 've": "'ve",
     " 're": "'re",
 }
-"""What the library's WordPiece decoder replaces, in order."""
+"""Replacements of the library's WordPiece decoder, in order."""
 
 _CLEANED = re.compile("|".join(map(re.escape, _CLEANUP)))
 
@@ -53,23 +53,23 @@ def read_vocabulary(tokenizer: FastTokenizer, num_ids: int) -> Vocabulary:
 
     Args:
         tokenizer: tokenizer of the library.
-        num_ids: what `num_token_ids` returns for it.
+        num_ids: `num_token_ids` of it.
 
     Raises:
-        NotImplementedError: the decoder is of a kind whose tokens have no bytes of their own, or
+        NotImplementedError: the decoder has tokens without bytes of their own, or
             the ids are too large for a table.
     """
     if num_ids > _MAX_IDS:
         raise NotImplementedError(
             f"the tokenizer's largest token id is {num_ids - 1}; grammars need ids below {_MAX_IDS}"
         )
-    found = list(map(tokenizer.id_to_token, range(num_ids)))
-    texts = [text or "" for text in found]
+    pieces = list(map(tokenizer.id_to_token, range(num_ids)))
+    texts = [text or "" for text in pieces]
     for decode in _decoders(tokenizer):
         texts = list(map(decode, texts))
     tokens = [
         b"" if token is None else text.encode(errors="surrogateescape")
-        for token, text in zip(found, texts, strict=True)
+        for token, text in zip(pieces, texts, strict=True)
     ]
     special = []
     for token_id, added in sorted(tokenizer.get_added_tokens_decoder().items()):
@@ -96,14 +96,14 @@ def _decoders(tokenizer: FastTokenizer) -> list[_Decode]:
     """
     if tokenizer.decoder is None:
         return [_after_space]
-    found: list[_Decode] = []
+    decoders: list[_Decode] = []
     is_fused = False
     for part in _parts(json.loads(tokenizer.decoder.__getstate__())):
         is_fused = is_fused or part["type"] == "Fuse"
-        # What is fused is stripped as a whole, not each token.
+        # Fused parts are stripped as a whole, not each token.
         if part["type"] != "Fuse" and not (is_fused and part["type"] == "Strip"):
-            found.append(_decoder(part))
-    return found
+            decoders.append(_decoder(part))
+    return decoders
 
 
 def _parts(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -144,7 +144,7 @@ _BYTES = {ord(character): byte for character, byte in byte_of_character().items(
 
 
 def _from_byte_alphabet(text: str) -> str:
-    """Decode a token in GPT-2's alphabet; one that has other characters too is plain text."""
+    """Decode a token in GPT-2's alphabet; a token with other characters is plain text."""
     if text.isascii():  # characters of the alphabet stand for themselves
         return text
     try:

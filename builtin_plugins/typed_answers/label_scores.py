@@ -1,7 +1,7 @@
 """Probabilities of labels after a prompt: prefill rows of one token each, which share the prompt.
 
 A label of several tokens is teacher-forced: a row reads the logits after each proper beginning of a
-label, and the probability of the label is the product of those of its tokens.
+label, and the probability of the label is the product of the probabilities of its tokens.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class LabelledPrompt:
 
         Beginnings and tokens are in the order of the labels.
         """
-        found: dict[Tokens, dict[int, None]] = {}
+        tokens_by_start: dict[Tokens, dict[int, None]] = {}
         for label in self.labels:
             for end, token in enumerate(label):
-                found.setdefault(label[:end], {})[token] = None
-        return {beginning: list(tokens) for beginning, tokens in found.items()}
+                tokens_by_start.setdefault(label[:end], {})[token] = None
+        return {beginning: list(tokens) for beginning, tokens in tokens_by_start.items()}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PromptTokens:
 
     Attributes:
         prompt: number of tokens, of all rows together.
-        cached: number of those whose keys and values were there.
+        cached: number of tokens with keys and values in the cache.
     """
 
     prompt: int = 0
@@ -80,8 +80,8 @@ async def score_labels(
 ) -> tuple[list[LabelScores], PromptTokens]:
     """Return the scores of each prompt's labels.
 
-    All rows are given to the engine at once, but no more than it lets wait. What their prompts have
-    in common is computed once, where the engine has prefix caching: a row finds the blocks of
+    All rows are given to the engine at once, but no more than it lets wait. Their common prompt
+    is computed once, if the engine has prefix caching: a row finds the blocks of
     another one in the same step.
 
     Args:
@@ -110,12 +110,12 @@ async def score_labels(
             ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    counts, found = PromptTokens(), iter(tasks)
+    counts, done = PromptTokens(), iter(tasks)
     scores: list[LabelScores] = []
     for prompt in prompts:
         after: dict[Tokens, Mapping[int, float]] = {}
         for beginning in prompt.followers():
-            output = next(found).result()
+            output = next(done).result()
             counts.prompt += len(output.prompt_token_ids)
             counts.cached += output.num_cached_tokens or 0
             (entry,) = output.outputs[0].logprobs or [{}]

@@ -1,4 +1,4 @@
-"""Typed questions: what a request holds, how a model reads them, and what their answers are."""
+"""Typed questions: fields of a request, their text for a model, and their answers."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class Question(Strict, tag_field="type"):
     """A question with a label per possible answer.
 
     Attributes:
-        instructions: what is asked: a text, or JSON.
+        instructions: the question: a text, or JSON.
     """
 
     last_line: ClassVar[str]
-    """The end of what the model reads, before its answer begins."""
+    """The end of the text that the model reads, before its answer begins."""
 
     instructions: Content | None = None
 
@@ -84,7 +84,7 @@ class Question(Strict, tag_field="type"):
         raise NotImplementedError
 
     def lines(self) -> list[str]:
-        """Return the meanings of the labels, a line each; none for those without one."""
+        """Return the meanings of the labels, a line each; none for labels without a meaning."""
         raise NotImplementedError
 
     def answer(self, probabilities: Sequence[float], mass: float) -> Answer:
@@ -98,8 +98,8 @@ class Question(Strict, tag_field="type"):
 
     def text(self) -> str:
         """Return the question as a model reads it."""
-        asked = [] if self.instructions is None else [f"Question: {as_text(self.instructions)}"]
-        return "\n".join([*asked, *self.lines(), self.last_line])
+        lines = [] if self.instructions is None else [f"Question: {as_text(self.instructions)}"]
+        return "\n".join([*lines, *self.lines(), self.last_line])
 
 
 class NoulCriteria(Strict):
@@ -131,8 +131,8 @@ class NoulQuestion(Question, tag="noul"):
 
     def lines(self) -> list[str]:
         """Return the sides that are described."""
-        given = self.criteria or NoulCriteria()
-        sides = zip(self.labels(), (given.true, given.false), strict=True)
+        criteria = self.criteria or NoulCriteria()
+        sides = zip(self.labels(), (criteria.true, criteria.false), strict=True)
         return [f"{label}: {as_text(side)}" for label, side in sides if side is not None]
 
     def answer(self, probabilities: Sequence[float], mass: float) -> Answer:
@@ -144,7 +144,7 @@ class ChoiceQuestion(Question, tag="choice"):
     """Which of several options it is.
 
     Attributes:
-        criteria: the options: names, and what they mean or null.
+        criteria: the options: names, and their meaning or null.
     """
 
     last_line: ClassVar[str] = "Answer with the letter of one option alone."

@@ -20,23 +20,23 @@ from .label_scores import LabelledPrompt, Tokens, score_labels
 from .questions import Answer, AnyQuestion, Content, as_text
 
 _PLACE = "(the state and the question)"
-"""What a chat template is rendered with; the texts then take its place."""
+"""Placeholder of a rendered chat template; the texts then replace it."""
 
 _MOST_LABELS = 4096
-"""Labels whose tokens are remembered."""
+"""Labels with remembered tokens."""
 
 
 class SystemOneRequest(Strict):
     """Questions about a state.
 
     Attributes:
-        state: what the questions are about: a text, or JSON.
+        state: subject of the questions: a text, or JSON.
         questions: by their ids; each is answered as if it were the only one.
         instructions: read before the state.
         model: name of the model.
         priority: smaller is more important; within the bounds of the key.
         timeout: seconds after which the call ends without answers.
-        tags: labels for policies and sinks; those of the key win.
+        tags: labels for policies and sinks; the key's own tags win.
         cache_salt: requests with different salts share no cached prompts.
     """
 
@@ -60,7 +60,7 @@ class SystemOneUsage(msgspec.Struct):
 
     Attributes:
         input_tokens: tokens of the prompts of all questions together, the state in each.
-        cached_tokens: those of them whose keys and values were there, of other questions too.
+        cached_tokens: the tokens among them with cached keys and values, of other questions too.
         output_tokens: 0: nothing is written.
     """
 
@@ -96,9 +96,9 @@ class _Template:
         """
         self.before, self.after, self.begins, self.gap = "", "\nAnswer:", True, " "
         if rendered is not None:
-            self.before, found, self.after = rendered.partition(_PLACE)
+            self.before, separator, self.after = rendered.partition(_PLACE)
             self.begins, self.gap = False, ""
-            if not found or _PLACE in self.after:
+            if not separator or _PLACE in self.after:
                 raise RequestError(
                     "model: expected a chat template that has the text of a message once, as it is"
                 )
@@ -109,7 +109,7 @@ class SystemOne:
 
     A prompt is the chat template around one message of the user: the instructions, the state and
     the question, with an empty line between them; without a template, "Answer:" follows. The part
-    that ends with the state and the rest are tokenised apart, so that all questions share the
+    that ends with the state and the rest are tokenized apart, so that all questions share the
     tokens of the first part, whatever they ask.
     """
 
@@ -135,19 +135,19 @@ class SystemOne:
             RequestError: the call or a question is wrong; then none of them runs.
             Exception: as `ServerContext` and the engine raise.
         """
-        asked = await self._server.read(request, SystemOneRequest)
+        body = await self._server.read(request, SystemOneRequest)
         return await self._server.while_connected(
-            request, self._answered(request, asked), generates=True
+            request, self._answered(request, body), generates=True
         )
 
-    async def _answered(self, request: Request, asked: SystemOneRequest) -> SystemOneResponse:
+    async def _answered(self, request: Request, body: SystemOneRequest) -> SystemOneResponse:
         server = self._server
-        model, options = server.model(asked.model), server.options(request, asked)
-        server.check_prompt(asked.state, asked.instructions or "", name="state")
-        prompts = await self._prompts(asked)
+        model, options = server.model(body.model), server.options(request, body)
+        server.check_prompt(body.state, body.instructions or "", name="state")
+        prompts = await self._prompts(body)
         answer_id = f"systemone-{uuid.uuid4().hex}"
         scores, counts = await score_labels(server.engine, prompts, answer_id, options)
-        answered = zip(asked.questions.items(), scores, strict=True)
+        answered = zip(body.questions.items(), scores, strict=True)
         return SystemOneResponse(
             answer_id,
             model,
@@ -155,7 +155,7 @@ class SystemOne:
             SystemOneUsage(counts.prompt, counts.cached),
         )
 
-    async def _prompts(self, asked: SystemOneRequest) -> list[LabelledPrompt]:
+    async def _prompts(self, body: SystemOneRequest) -> list[LabelledPrompt]:
         """Return the prompt of each question.
 
         Raises:
@@ -163,12 +163,12 @@ class SystemOne:
         """
         engine = self._server.engine
         template = await self._template()
-        before = [] if asked.instructions is None else [asked.instructions]
-        shared = template.before + "\n\n".join([*before, as_text(asked.state)])
+        before = [] if body.instructions is None else [body.instructions]
+        shared = template.before + "\n\n".join([*before, as_text(body.state)])
         first = await engine.model.tokenize(shared, add_special_tokens=template.begins)
         longest = engine.config.max_model_len
         prompts: list[LabelledPrompt] = []
-        for name, question in asked.questions.items():
+        for name, question in body.questions.items():
             path = join_path("questions", name)
             text = f"\n\n{question.text()}{template.after}"
             self._server.check_prompt(text, name=path)
@@ -203,15 +203,17 @@ class SystemOne:
         """
         context = question.last_line + template.after
         labels = question.labels()
-        found = [await self._tokens_after(context, template.gap + label) for label in labels]
-        for index, tokens in enumerate(found):
-            others = (other for place, other in enumerate(found) if place != index)
+        labels_tokens = [
+            await self._tokens_after(context, template.gap + label) for label in labels
+        ]
+        for index, tokens in enumerate(labels_tokens):
+            others = (other for place, other in enumerate(labels_tokens) if place != index)
             if not tokens or any(other[: len(tokens)] == tokens for other in others):
                 raise RequestError(
                     f"{path}: this model's tokenizer does not distinguish the label "
                     f"{labels[index]!r} from the others at the place of the answer"
                 )
-        return found
+        return labels_tokens
 
     async def _tokens_after(self, context: str, label: str) -> Tokens:
         key = context, label

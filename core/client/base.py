@@ -47,7 +47,7 @@ class EngineCoreClient(Protocol):
 
     Attributes:
         in_process: whether the core and its workers run in this process.
-        change_slots: what live changes concern in the client.
+        change_slots: slots of live changes in the client.
         shares_engines: whether frontends in other processes use the same engines.
     """
 
@@ -57,7 +57,7 @@ class EngineCoreClient(Protocol):
 
     @property
     def activity(self) -> Activity:
-        """The record of the core's work, or of what it did when it ended."""
+        """The record of the core's current activity, or of its last one."""
 
     @property
     def ranks(self) -> Collection[int]:
@@ -121,7 +121,7 @@ class EngineCoreClient(Protocol):
         """Start engines with other parameters from now on, where dead ones are restarted."""
 
     def watch_deaths(self, watcher: DeathWatcher) -> None:
-        """Call a bound method for each engine whose death the client outlives; held weakly."""
+        """Register a bound method to call after the death of an engine; it is held weakly."""
 
     def close(self) -> None:
         """End the engine."""
@@ -148,7 +148,7 @@ class InprocClient(OneEngine):
     pids: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, core: EngineCore, worker_pid: int | None = None) -> None:
-        """Take over the core, whose workers are in a process; None is this one.
+        """Take over the core; `worker_pid` is the process of its workers, None is this one.
 
         Raises:
             PluginFaultError: the executor takes no callback for its failures.

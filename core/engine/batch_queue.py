@@ -21,7 +21,7 @@ class Batch:
     """A step that was started.
 
     Attributes:
-        plan: what it computes.
+        plan: the plan of the step.
         forward: the forward pass; None as its result means that sampling gives the step's result.
         sampling: None where no token is sampled, or sampling is deferred.
         is_deferred: whether sampling is still to be started.
@@ -63,7 +63,7 @@ class Batch:
 
         Raises:
             PluginFaultError: there is no result.
-            BaseException: the error of the forward pass, or that of sampling.
+            BaseException: the error of the forward pass, or of sampling.
         """
         output = result_of(self.forward, executor, "execute_model")
         if output is None and self.sampling is not None:
@@ -74,20 +74,17 @@ class Batch:
 
 
 class BatchQueue:
-    """The batches under way, in the order in which they were scheduled; their number is limited."""
+    """The in-flight batches, in `batches` from oldest to newest; their number is limited."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._batches: deque[Batch] = deque()
-
-    def __len__(self) -> int:
-        return len(self._batches)
+        self.batches: deque[Batch] = deque()
 
     @property
     def can_start_another(self) -> bool:
         """Whether another batch can be started before the oldest one is done."""
-        full = len(self._batches) >= self._depth
-        return not full and not self._batches[0].done and self.is_open
+        full = len(self.batches) >= self._depth
+        return not full and not self.batches[0].done and self.is_open
 
     @property
     def is_open(self) -> bool:
@@ -95,31 +92,29 @@ class BatchQueue:
 
         It is not deferred, lost or failed: workers may not know the requests of its plan.
         """
-        if not self._batches:
+        if not self.batches:
             return True
-        newest = self._batches[-1]
+        newest = self.batches[-1]
         return not (newest.is_deferred or newest.is_lost or newest.has_failed)
 
     @property
     def deferred(self) -> Batch | None:
         """The newest batch, if its sampling is deferred."""
-        newest = self._batches[-1] if self._batches else None
+        newest = self.batches[-1] if self.batches else None
         return newest if newest is not None and newest.is_deferred else None
 
     def delays(self, plan: SchedulerOutput, names: Collection[str]) -> list[str]:
-        """Return those of some requests that batches which are under way before a plan have."""
-        before = [batch.plan for batch in self._batches if batch.plan.step != plan.step]
-        return [name for name in names if any(name in one.num_scheduled_tokens for one in before)]
+        """Return the requests, among `names`, of the batches in flight before a plan."""
+        before = [batch.plan for batch in self.batches if batch.plan.step != plan.step]
+        return [name for name in names if any(name in b.num_scheduled_tokens for b in before)]
 
     def has(self, plan: SchedulerOutput) -> bool:
         """Return whether a plan is under way."""
-        return any(batch.plan is plan for batch in self._batches)
+        return any(batch.plan is plan for batch in self.batches)
 
     def request_ids(self, plan: SchedulerOutput) -> list[str]:
-        """Return the requests of a plan that is about to start, and of those under way."""
-        if not self._batches:
-            return list(plan.num_scheduled_tokens)
-        plans = [*(batch.plan for batch in self._batches), plan]
+        """Return the requests of a plan that is about to start, and of the batches in flight."""
+        plans = [*(batch.plan for batch in self.batches), plan]
         return list({name: None for step in plans for name in step.num_scheduled_tokens})
 
     def push(self, batch: Batch) -> None:
@@ -128,13 +123,13 @@ class BatchQueue:
         Raises:
             RuntimeError: the queue is full.
         """
-        if len(self._batches) >= self._depth:
+        if len(self.batches) >= self._depth:
             raise RuntimeError(f"{self._depth} batches are under way, the queue has no room")
-        self._batches.append(batch)
+        self.batches.append(batch)
 
     def pop(self) -> Batch:
         """Remove and return the oldest batch, which need not be done."""
-        return self._batches.popleft()
+        return self.batches.popleft()
 
 
 def completed_future(output: ModelRunnerOutput | None) -> Future[ModelRunnerOutput | None]:
@@ -152,7 +147,7 @@ def start_batch(
     """Start a step. Errors are raised by the batch's `result`, so that results stay in order.
 
     Args:
-        plan: what to compute.
+        plan: the plan to execute.
         execute: starts the forward pass.
         sample: starts sampling, if the plan has tokens; None defers it.
     """

@@ -62,7 +62,7 @@ _log = logging.getLogger("hardpoint")
 
 @dataclass(frozen=True)
 class BuiltCore:
-    """An engine core, the size of its KV cache, and what all workers have."""
+    """An engine core, the size of its KV cache, and the info common to all workers."""
 
     core: EngineCore
     size: CacheSize
@@ -83,10 +83,10 @@ def build_core(
 
     Args:
         spec: specification of its workers.
-        hooks: those that are called in the engine.
+        hooks: hooks that are called in the engine.
         config_sources: for messages.
         clock: seconds.
-        activity: records what the engine does; None is in memory of this process.
+        activity: records the engine's activity; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         follow_cache: is called with the events of the KV cache, besides publishers.
         open_inputs: opens the record/replay hook.
@@ -143,7 +143,6 @@ def build_core(
         needs, events = block_needs(config, info), kv_events.has_any
         kv_cache = _build_kv_cache(config, needs, size, step_parts, blocks, eviction, events=events)
         step_parts.blocks.start()
-        gates, transfers = inputs.gates(step_parts.gates), inputs.transfers(step_parts.transfers)
         scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
@@ -154,9 +153,9 @@ def build_core(
             clock=clock,
             watermark=config.kv_cache.watermark,
             step_cost=fit.current,
-            transfers=transfers,
+            gates=inputs.gates(step_parts.gates),
+            transfers=inputs.transfers(step_parts.transfers),
             encoder_cache=step_parts.encoder_cache,
-            gates=gates,
             record=inputs.recorder(_build_recorder(hooks, faults)),
             log_stats=config.stats.on,
         )
@@ -306,7 +305,7 @@ def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
         )
     if len(windows := {tuple(info.windows) for info in infos}) > 1:
         raise PluginFaultError(
-            f"{label}: its start() gave workers whose KV cache groups have the windows "
+            f"{label}: its start() gave workers with KV cache groups of the windows "
             f"{' and '.join(sorted(map(str, windows)))}, expected the same in all ranks"
         )
     idle_methods = {info.idle_method for info in infos}
@@ -371,7 +370,7 @@ def _scheduler_limits(
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
     # Ranks of one stage send them to each other, if asked to.
     parallel, depth = config.parallel, executor.max_concurrent_batches
-    can_follow = parallel.world_size == 1 or config.scheduler.asynchronous is True
+    can_follow = parallel.world_size == 1 or bool(config.scheduler.asynchronous)
     ahead = depth > 1 and parallel.pipeline == 1 and can_follow
     return limits_of(
         config,

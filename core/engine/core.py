@@ -36,12 +36,12 @@ QueuedRequest = tuple[EngineCoreRequest, list[bytes] | None, float | None]
 class EngineCore(EngineUtilities):
     """An engine core: scheduler and executor, the steps that join them, and the control calls.
 
-    Its methods are called by one thread at a time, except those documented for any thread.
+    Its methods are called by one thread at a time, except methods documented for any thread.
 
     Attributes:
         step: runs one step: `StepRunner.step`, or `StepRunner.step_with_batch_queue` where
             the executor runs several batches at once.
-        activity: what the core is doing.
+        activity: the record of the core's current activity.
     """
 
     def __init__(self, parts: EngineCoreParts) -> None:
@@ -99,8 +99,8 @@ class EngineCore(EngineUtilities):
         """Queue the requests of one call, or none.
 
         Raises:
-            RefusedInCallError: one was refused, as `add_request` does; those before it have ended.
-            PluginFaultError: a plugin failed whose faults end the engine.
+            RefusedInCallError: one was refused, as by `add_request`; earlier ones have ended.
+            PluginFaultError: a plugin with faults of scope engine failed.
         """
         for index, queued in enumerate(requests):
             try:
@@ -128,7 +128,7 @@ class EngineCore(EngineUtilities):
         return None if live is None else live.source.client_index
 
     def of_client(self, request_ids: Iterable[str], client: int) -> list[str]:
-        """Return the ids without those of other clients' live requests."""
+        """Return the ids without the live requests of other clients."""
         return [name for name in request_ids if self.client_of(name) in (None, client)]
 
     def hash_prompt(self, request: EngineCoreRequest) -> list[bytes]:
@@ -174,8 +174,8 @@ class EngineCore(EngineUtilities):
             return False
         if self._idle_since == self._pause.num_wake_ups:
             return False
-        what = f"{self._parts.executor_label}: its collective_rpc"
-        with faults_as(PluginFaultError, what, passing=(HardpointError,)):
+        call = f"{self._parts.executor_label}: its collective_rpc"
+        with faults_as(PluginFaultError, call, passing=(HardpointError,)):
             answers = list(self._executor.collective_rpc(method))
             if all(answer is None for answer in answers):
                 self._idle_since = self._pause.num_wake_ups
@@ -189,7 +189,7 @@ class EngineCore(EngineUtilities):
         """Publish changes outside of steps; return the hashes of the blocks that can be found.
 
         Raises:
-            PluginFaultError: a publisher whose faults end the engine failed.
+            PluginFaultError: a publisher with faults of scope engine failed.
         """
         self._parts.kv_events.publish(self._parts.kv_cache.take_events())
         return self._parts.kv_cache.pool.index[0]

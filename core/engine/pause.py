@@ -53,7 +53,7 @@ class PausedSteps(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    """An action that waits for the engine to be idle; the future is that of its call."""
+    """An action to run once the engine is idle, with the future of its call."""
 
     action: Callable[[], Any]
     owner: str
@@ -74,7 +74,6 @@ class PauseController:
     """
 
     def __init__(self, loader: WeightLoader) -> None:
-        """Know no engine yet, which is built after its step parts."""
         self.loader = loader
         self._states = {_USER: PauseState.UNPAUSED}  # by owner
         self._asleep: set[str] = set()  # memory tags
@@ -92,7 +91,7 @@ class PauseController:
         sleep_levels: tuple[int, ...],
         steps: PausedSteps,
     ) -> None:
-        """Pause an engine with these parts; `sleep_levels` are those of its workers besides 0."""
+        """Set the parts of the engine to pause; its workers support `sleep_levels` besides 0."""
         self._scheduler, self._executor, self._step_parts = scheduler, executor, step_parts
         self._sleep_levels, self._steps = sleep_levels, steps
 
@@ -120,7 +119,7 @@ class PauseController:
         """Stop scheduling; the future is done when the engine is idle.
 
         Raises:
-            RequestError: an unknown mode, or one that this engine does not support.
+            RequestError: an unknown mode, or a mode that this engine does not support.
         """
         self._begin(mode)
         return self._run_when_idle(self._clear_caches if clear_cache else lambda: None)
@@ -236,7 +235,7 @@ class PauseController:
         return self._run_when_idle(run_action, part)
 
     def give_up(self, part: str, why: str) -> None:
-        """Fail the future of `run` whose action has not run, and end its pause."""
+        """Fail the pending future of `run`, and end its pause."""
         self.fail_pending(why, part)
         self._set_state(PauseState.UNPAUSED, part)
 
@@ -252,7 +251,7 @@ class PauseController:
     def change_weights(
         self, change: Callable[[], object], loader: Callable[[], WeightLoader], *, recompute: bool
     ) -> None:
-        """Change the weights of all workers; notify step parts, and start those that move blocks.
+        """Change the weights of all workers; notify step parts, and start the block-moving ones.
 
         Args:
             change: gives the workers other weights.
@@ -283,7 +282,7 @@ class PauseController:
                 break  # its own pause was the stricter one
 
     def fail_pending(self, message: str, owner: str | None = None) -> None:
-        """Fail the futures of pauses that are not complete; with an owner, those of its pauses."""
+        """Fail the futures of incomplete pauses; with an owner, of its pauses only."""
         pending = [w for w in self._when_idle if owner is None or w.owner == owner]
         self._when_idle = [waiting for waiting in self._when_idle if waiting not in pending]
         for waiting in pending:

@@ -113,10 +113,10 @@ def _with_overlap(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:
-    """Return the configured loader, or the first that recognises the files.
+    """Return the configured loader, or the first that recognizes the files.
 
     Raises:
-        ModelError: no enabled loader recognises them.
+        ModelError: no enabled loader recognizes them.
     """
     use, entries = config.load.use, plugins.entries("loaders")
     for entry in entries if use == "auto" else ():
@@ -137,7 +137,7 @@ def prepare_worker(
     progress: Progress,
     place: EnginePlace = ONLY_ENGINE,
 ) -> WorkerSpec:
-    """Find the model, read its configuration, and check what can be checked cheaply.
+    """Find the model, read its configuration, and run the cheap checks.
 
     Raises:
         ConfigError: limits that cannot work, or a device that is not there.
@@ -170,8 +170,8 @@ def prepare_worker(
     model_config = with_recommended(model_config, loader.context.files)
     if config.load.updates:
         loader = UpdatedWeights(loader, config.load.updates)
-    found = _implementation(model_config.architecture, config, plugins, loader)
-    model_config = replace(model_config, implementation=found)
+    implementation = _implementation(model_config.architecture, config, plugins, loader)
+    model_config = replace(model_config, implementation=implementation)
     _check_use(config, plugins, config_sources)
     _check_quantization(config, model_config, plugins)
     max_model_len = _max_model_len(config, model_config, config_sources)
@@ -204,8 +204,8 @@ def _implementation(
         return name
     if other != "none":
         entry = plugins.get("models", other, PluginConflictError)
-        if (found := plugins.target(entry).implementation(name)) is not None:
-            return str(found)
+        if (implementation := plugins.target(entry).implementation(name)) is not None:
+            return str(implementation)
         if models.use != "auto":
             raise ModelError(
                 f"models.use: {entry.source} does not compute the architecture {shown(name)}"
@@ -233,7 +233,7 @@ def _check_use(config: EngineConfig, plugins: PluginSet, config_sources: ConfigS
     known = sorted(entry.name for entry in plugins.entries("quantizations"))
     raise ConfigError(
         config_sources.locate(
-            f"quantization.use: no quantisation scheme {use!r} is enabled"
+            f"quantization.use: no quantization scheme {use!r} is enabled"
             f"{typed.suggest(use, ['auto', 'none', *known])}{plugins.hint(use, 'quantizations')}; "
             f"expected auto, none, or one of {', '.join(known) or 'no scheme'}"
         )
@@ -249,9 +249,9 @@ def _check_quantization(config: EngineConfig, model: ModelConfig, plugins: Plugi
         return
     known = sorted(e.name for e in plugins.entries("quantizations") if _reads(plugins, e))
     raise ModelError(
-        f"model: {config.model!r} has weights that are quantised by {shown(name)}, which is not "
+        f"model: {config.model!r} has weights that are quantized by {shown(name)}, which is not "
         f"supported{plugins.hint(name, 'quantizations')}; supported: {', '.join(known) or 'none'}, "
-        f"and weights that are not quantised. A plugin of the kind quantizations adds one: "
+        f"and weights that are not quantized. A plugin of the kind quantizations adds one: "
         f"docs/write-a-quantization-scheme.md"
     )
 
@@ -269,7 +269,7 @@ def _max_model_len(
         return longest
     if config.max_model_len > longest:
         raise ConfigError(
-            f"max_model_len: expected at most {longest}, what the model was made for, "
+            f"max_model_len: expected at most {longest}, the limit of the model, "
             f"got {config.max_model_len} (from {config_sources.of('max_model_len')})"
         )
     return config.max_model_len

@@ -15,7 +15,7 @@ _OUTPUTS = "resumed.output_token_ids"
 
 
 class RequestCheck:
-    """Rejects requests that the engine cannot run, or of which it would ignore a field."""
+    """Rejects requests that the engine cannot run, or with fields that it would ignore."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class RequestCheck:
         tokens, params = resumed.output_token_ids, request.params
         if params.max_tokens is not None and len(tokens) >= params.max_tokens:
             raise RequestError(
-                f"{_OUTPUTS}: expected fewer than max_tokens, {params.max_tokens}, for one is to "
-                f"come, got {len(tokens)}"
+                f"{_OUTPUTS}: expected fewer than max_tokens, {params.max_tokens}, because one "
+                f"has to follow, got {len(tokens)}"
             )
         ends = frozenset(request.stop_token_ids)
         for index, token in enumerate(tokens):
@@ -126,13 +126,13 @@ class RequestCheck:
             )
         if (value := request.reasoning_parser_kwargs) is not None:
             raise RequestError(
-                "reasoning_parser_kwargs: expected none, for plugin_args has the arguments of "
-                f"parsers, got {value!r}"
+                "reasoning_parser_kwargs: expected none, because plugin_args has the "
+                f"arguments of parsers, got {value!r}"
             )
         if request.params.plugin_args:
             raise RequestError(
-                "params.plugin_args: expected none, for plugin_args of the request has them "
-                f"checked, got {request.params.plugin_args!r}"
+                "params.plugin_args: expected none, because plugin_args of the request has "
+                f"them checked, got {request.params.plugin_args!r}"
             )
         rank = request.data_parallel_rank
         if rank is not None and rank != self._engine_index:

@@ -63,15 +63,15 @@ class EngineCoreParts:
     """The parts of an engine core.
 
     Attributes:
-        scheduler_label: names the scheduler in the error if it returns what it may not.
+        scheduler_label: names the scheduler in the error about a wrong result.
         executor_label: the same of the executor; also if it fails outside of its calls.
         components: further components to close with the core.
         config: logged when a step fails.
         log_stats: whether outputs carry scheduler statistics.
-        step_parts: the engine halves of step parts, whose gates the scheduler has.
+        step_parts: the engine halves of step parts; the scheduler has their gates.
         generates: whether the model has logits of the next token.
         step_log: logs every step.
-        step_cost: fits what a step takes; None if nothing uses it.
+        step_cost: fits the time of a step; None if nothing uses it.
         step_times: measures steps for these two.
         num_waits: number of steps that waited for results, by name of the part that needs them.
         sleep_levels: levels that the workers support, in addition to 0.
@@ -104,8 +104,8 @@ class EngineCoreParts:
 
     def states(self) -> States:
         """Return the states of the components of the engine's process."""
-        found = states_of([self.scheduler, self.policy.policy, *self.components])
-        return found | states_of_parts(self.step_parts.halves, "engine")
+        component_states = states_of([self.scheduler, self.policy.policy, *self.components])
+        return component_states | states_of_parts(self.step_parts.halves, "engine")
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return the state of the scheduler, with the totals of step parts."""
@@ -134,8 +134,8 @@ class StepRunner:
         self._unsent: list[Outputs] = []
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
-        limits = parts.scheduler.context.limits
-        config = parts.config
+        self._in_flight = self._batches.batches
+        limits, config = parts.scheduler.context.limits, parts.config
         self._sampled: list[SampledTokens] | None = None  # not sent to the other ranks yet
         if config is not None and config.parallel.world_size > 1 and not limits.asynchronous:
             self._sampled = []
@@ -149,11 +149,11 @@ class StepRunner:
 
     def has_requests(self) -> bool:
         """Return whether a step has any work; paused requests are not counted."""
-        return bool(self._unsent or len(self._batches) or self._scheduler.has_requests())
+        return bool(self._unsent or self._in_flight or self._scheduler.has_requests())
 
     def has_batches_in_flight(self) -> bool:
         """Return whether the executor has batches that are not complete."""
-        return len(self._batches) > 0
+        return bool(self._in_flight)
 
     def step(self, late_aborts: Callable[[], Sequence[str]] = tuple) -> tuple[Outputs, bool]:
         """Schedule, execute, sample, update the scheduler, publish. Does nothing without requests.
@@ -201,7 +201,7 @@ class StepRunner:
 
     @property
     def _can_plan(self) -> bool:
-        if not len(self._batches):
+        if not self._in_flight:
             return True
         if not self._batches.is_open:
             return False
@@ -249,7 +249,8 @@ class StepRunner:
     def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         if self._times is not None:
             self._times.begins(plan)
-        self._activity.begin_step(self._batches.request_ids(plan))
+        names = list(plan.num_scheduled_tokens)
+        self._activity.begin_step(self._batches.request_ids(plan) if self._in_flight else names)
         if events := self._parts.kv_cache.take_events():
             self._parts.kv_events.publish(events)
         data = self._step_parts.begin(plan)
@@ -345,7 +346,7 @@ class StepRunner:
         executed = plan.total_num_scheduled_tokens > 0
         if not executed:
             self._step_parts.wait()
-        if not len(self._batches):
+        if not self._in_flight:
             self._activity.end_step()
         self._parts.faults.check_slow()
         if self._times is not None:
@@ -413,7 +414,7 @@ class StepRunner:
 
     def settle(self) -> None:
         """Complete all steps that are under way; each of the next steps returns outputs of one."""
-        while len(self._batches):
+        while self._in_flight:
             outputs, _ = self._finish_oldest(tuple)
             self._unsent.append(outputs)
 

@@ -16,7 +16,7 @@ _log = logging.getLogger("hardpoint")
 
 
 class StepLog:
-    """Logs what each step computed, and the time from its start to its results.
+    """Logs the requests and tokens of each step, and the time from its start to its results.
 
     A request that computes tokens of its prompt, or recomputes tokens after preemption, counts as
     context; a request that computes only its newest token counts as generation.
@@ -26,17 +26,17 @@ class StepLog:
         self._known: dict[str, int] = {}  # number of tokens at admission, by request id
 
     def ends(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Log a step whose results were processed."""
+        """Log a step after its results were processed."""
         context = self._in_context(plan)
-        given = plan.num_scheduled_tokens
-        num_context_tokens = sum(given[name] for name in context)
+        num_tokens = plan.num_scheduled_tokens
+        num_context_tokens = sum(num_tokens[name] for name in context)
         _log.info(
             "step %d: %d context requests with %d tokens, %d generation requests with %d tokens, "
             "%.2f ms",
             plan.step,
             len(context),
             num_context_tokens,
-            len(given) - len(context),
+            len(num_tokens) - len(context),
             plan.total_num_scheduled_tokens - num_context_tokens,
             seconds * 1000,
         )

@@ -68,7 +68,7 @@ class ControlCalls:
                 recomputed, with the same result.
 
         Raises:
-            RequestError: an unknown mode, or one that this engine cannot do.
+            RequestError: an unknown mode, or a mode that this engine does not support.
         """
         return self._pause.pause(mode, clear_cache=clear_cache)
 
@@ -164,11 +164,11 @@ class ControlCalls:
     def call_part(
         self: UtilityHost, part: str, method: str, arguments: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a step part that answers calls; return what it answers, plain data.
+        """Call a step part that answers calls; return its answer, plain data.
 
         Args:
             part: name of the part.
-            method: what is asked for.
+            method: name of the call.
             arguments: by name, plain data.
 
         Raises:
@@ -238,13 +238,13 @@ class ControlCalls:
 
 
 class EngineUtilities(ControlCalls):
-    """All control calls of an engine core: the programs' and those that only frontends make."""
+    """All control calls of an engine core: for programs, and for frontends only."""
 
     @utility()
     def supported_tasks(self: UtilityHost) -> list[str]:
-        """Return the tasks of the model: generating, and those of step parts."""
-        own = ["generate"] if self._parts.generates else []
-        return [*own, *self._parts.step_parts.tasks]
+        """Return the tasks of the model: generating, and the tasks of step parts."""
+        model_tasks = ["generate"] if self._parts.generates else []
+        return [*model_tasks, *self._parts.step_parts.tasks]
 
     @utility()
     def why_waiting(self: UtilityHost, request_ids: list[str]) -> list[WaitReason | None]:
@@ -270,7 +270,7 @@ class EngineUtilities(ControlCalls):
 
     @utility()
     def plugin_report(self: UtilityHost) -> PluginReport:
-        """Return the engine's report for sinks; of `health`, what the engine itself knows."""
+        """Return the engine's report for sinks; of `health`, the engine's own entries."""
         parts = self._parts
         meters: list[dict[str, PluginMeter]] = parts.executor.collective_rpc("plugin_meters")
         return PluginReport(
@@ -297,7 +297,7 @@ def run_utility(core: EngineUtilities, method: str, arguments: Sequence[Any]) ->
     """Run a utility by name; return its result, which may be a future.
 
     Raises:
-        RequestError: there is no such utility, or the arguments are not what it declares.
+        RequestError: there is no such utility, or the arguments do not fit its declaration.
         Exception: raised by the utility.
     """
     known = UTILITIES if method in UTILITIES else utilities_of(type(core))
@@ -319,7 +319,7 @@ def failure_of(method: str, error: BaseException) -> HardpointError:
 
 
 def _merged(of_workers: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    return {name: one for found in of_workers for name, one in found.items()}
+    return {name: value for by_name in of_workers for name, value in by_name.items()}
 
 
 def _slow_plugins(

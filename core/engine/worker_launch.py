@@ -59,7 +59,7 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Versioned(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a launch, and what must be the same where it is opened.
+    """The data of a launch, and the versions required in the process that opens it.
 
     Attributes:
         hardpoint, torch: versions, where the engine is.
@@ -118,7 +118,7 @@ class WorkerLauncher:
         """Start a process; see `ExecutorContext.start_process`.
 
         Raises:
-            HardpointError: the engine was built without what starts worker processes.
+            HardpointError: the engine was built without a starter of worker processes.
         """
         if (start := self._spec.start_worker) is None:
             raise HardpointError(
@@ -128,7 +128,7 @@ class WorkerLauncher:
         return start(launch, run, pass_fds, self._spec.plugins.manifest, self._folder)
 
     def close(self) -> None:
-        """Remove what the workers needed to find each other."""
+        """Remove the files by which the workers found each other."""
         self._remove()
         self._folder = ""
 
@@ -143,7 +143,7 @@ class WorkerLauncher:
 
 
 def record_worker_in(activity: Activity) -> None:
-    """Let the worker of this process record what it does where the engine's process reads it."""
+    """Let the worker of this process record its activity in memory of the engine's process."""
     _recorded.append(activity)
 
 
@@ -200,7 +200,7 @@ def _checked_data(launch: WorkerLaunch) -> _Data:
 
 
 class _NamingWorker:
-    """A worker whose errors name the plugin that is responsible, since they leave the process.
+    """A worker that names the responsible plugin in errors, since they leave the process.
 
     It records that a call is under way, for the process that watches this one.
     """
@@ -253,7 +253,7 @@ def _device_of(
 
 
 def check_versions(plugins: PluginSet, where: str) -> None:
-    """Reject plugins whose versions differ between this process and the one that resolved them.
+    """Reject plugins with other versions in this process than where they were resolved.
 
     Args:
         plugins: to check.
@@ -262,7 +262,7 @@ def check_versions(plugins: PluginSet, where: str) -> None:
     Raises:
         PluginLoadError: naming the plugin, both versions and this process.
     """
-    here = {found.distribution: found.version for found in discover()}
+    here = {plugin.distribution: plugin.version for plugin in discover()}
     for entry in plugins.manifest.tree():
         version = here.get(entry.distribution)
         if version is not None and version != entry.version:

@@ -1,1 +1,1 @@
-"""Between the user and the engine: checks and tokenises requests, detokenises outputs."""
+"""Between the user and the engine: checks and tokenizes requests, detokenizes outputs."""

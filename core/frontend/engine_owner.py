@@ -1,4 +1,4 @@
-"""Base of both engines of a frontend: what follows when one of several engine processes dies."""
+"""Base of both engines of a frontend: reaction to the death of one of several engine processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class EngineOwner:
             self._frontend.submitter.use_plugins(self.parts.plugins)
 
     def use(self, change: Callable[[EngineParts], EngineParts]) -> None:
-        """Replace the parts by what a function makes of the latest; restarted engines have them."""
+        """Replace the parts by the result of `change`; restarted engines have it, too."""
         with self._parts_lock:
             self.parts = parts = change(self.parts)
             parts.client.restart_with(parts.config, parts.plugins.manifest)

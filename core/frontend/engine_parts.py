@@ -83,7 +83,7 @@ class EngineParts:
 
     def companion(self, cls: type[T]) -> T:
         """Return the companion of a class, with which the engine was opened."""
-        return next(one for one in self.companions if isinstance(one, cls))
+        return next(companion for companion in self.companions if isinstance(companion, cls))
 
     @property
     def settings(self) -> Settings:
@@ -100,7 +100,7 @@ class EngineParts:
         )
 
     def with_load(self, load: LoadConfig) -> EngineParts:
-        """Return the parts of an engine whose weights are read in another way."""
+        """Return the parts of an engine with another load configuration."""
         return dataclasses.replace(self, config=msgspec.structs.replace(self.config, load=load))
 
     def without(self, call: PluginCall) -> EngineParts | None:

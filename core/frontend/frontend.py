@@ -58,7 +58,7 @@ class ProcessedBatch:
 
 
 class Frontend:
-    """Turns the engine's outputs into what users see, and ends requests. Talks to no engine.
+    """Turns the engine's outputs into users' outputs, and ends requests. Talks to no engine.
 
     Attributes:
         submitter: checks prompts and registers their requests.
@@ -120,14 +120,14 @@ class Frontend:
 
     def states(self) -> States:
         """Return the states of the frontend halves of step parts, and of their components."""
-        found = states_of(self._step_parts.components)
-        return found | states_of_parts(self._step_parts.halves, "frontend")
+        component_states = states_of(self._step_parts.components)
+        return component_states | states_of_parts(self._step_parts.halves, "frontend")
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
         """Check that requests can be admitted with other plugins.
 
         Raises:
-            ConfigError: they change what is fixed at the start.
+            ConfigError: they change settings that are fixed at the start.
             PluginError: a class cannot be loaded.
         """
         if change.config.stats.on and not self.observers:
@@ -152,7 +152,7 @@ class Frontend:
         self._third_party |= {entry.name for entry in entries if is_third_party(entry)}
 
     def process_outputs(self, batch: EngineCoreOutputs) -> ProcessedBatch:
-        """Process a batch of outputs; those of requests with a sink go to it."""
+        """Process a batch of outputs; requests with a sink get theirs there."""
         if self.observers.exist:
             self.observers.begin(batch)
         return self._dispatch(self.output.process(batch.outputs))
@@ -169,7 +169,7 @@ class Frontend:
         return self._dispatch(self.output.abort(self.output.live_of(listed_ids(ids)))).aborts
 
     def end_expired(self) -> ProcessedBatch:
-        """End the requests whose time is up and that no engine has ended."""
+        """End the expired requests that no engine has ended."""
         return self._dispatch(self.output.abort(self.deadlines.pop_expired(), FinishReason.TIMEOUT))
 
     def forget(
@@ -255,7 +255,7 @@ class Frontend:
     def health(
         self, fallbacks: dict[str, StepFault], slow: dict[str, StepFault], restarts: int = 0
     ) -> Health:
-        """Return the faults of plugins, with those that the engine reports."""
+        """Return the faults of plugins, including the faults that the engine reports."""
         faults = self._step_parts.faults
         return self._health.report(fallbacks | faults.report(), slow | faults.slow(), restarts)
 
@@ -267,7 +267,7 @@ class Frontend:
                 the state of the scheduler.
 
         Raises:
-            PluginFaultError: a component whose faults end the engine failed.
+            PluginFaultError: a component with faults of scope engine failed.
         """
         if not self.observers:
             return ""

@@ -117,7 +117,7 @@ class LLMEngine(EngineOwner):
 
         Args:
             requests: the arguments of `add_request` for each.
-            name: what messages call the list of requests, with the index of the refused one.
+            name: name of the list of requests in messages, with the index of the refused one.
             sent: gets each one, as the first completion of its prompt.
 
         Returns:
@@ -132,7 +132,7 @@ class LLMEngine(EngineOwner):
             for request in requests:
                 submissions.append(self._frontend.submitter.submit(*request))
         except BaseException as error:
-            self._frontend.forget([one.parent.internal_id for one in submissions])
+            self._frontend.forget([submission.parent.internal_id for submission in submissions])
             raise _placed(error, name, len(submissions)) from error.__cause__
         ids = [submission.parent.internal_id for submission in submissions]
         try:
@@ -154,7 +154,7 @@ class LLMEngine(EngineOwner):
         try:
             self._client.add_requests(children)
         except RefusedInCallError as refused:
-            ends = itertools.accumulate(len(one.children) for one in submissions)
+            ends = itertools.accumulate(len(submission.children) for submission in submissions)
             place = next(place for place, end in enumerate(ends) if refused.index < end)
             raise _placed(refused.error, name, place) from refused.error.__cause__
 
@@ -212,7 +212,7 @@ class LLMEngine(EngineOwner):
                 processed.append(self._frontend.process_outputs(outputs))
             if left is not None:
                 processed.append(self._frontend.end_expired())
-            if aborts := [one for batch in processed for one in batch.aborts]:
+            if aborts := [request_id for batch in processed for request_id in batch.aborts]:
                 self._client.abort_requests(aborts)
         except BaseException as error:
             if is_fault(error):
@@ -224,7 +224,7 @@ class LLMEngine(EngineOwner):
             raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s{during}")
         if observers.exist and outputs is not None and outputs.outputs:
             self._call_observers(observers.flush)
-        return [one for batch in processed for one in batch.request_outputs]
+        return [output for batch in processed for output in batch.request_outputs]
 
     @property
     def ranks(self) -> Collection[int]:
@@ -250,7 +250,7 @@ class LLMEngine(EngineOwner):
         reasons = EngineUtilities.why_waiting.call(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
-    def change(self, asked: ChangeRequest) -> Manifest:
+    def change(self, request: ChangeRequest) -> Manifest:
         """Change plugins or settings while requests run: in all processes, or in none.
 
         Other threads add requests and run steps while it is prepared.
@@ -264,7 +264,7 @@ class LLMEngine(EngineOwner):
             HardpointError: a process failed, or took too long. Nothing has changed.
         """
         with contextlib.ExitStack() as stack:
-            steps, change = stack.enter_context(self._changes.begin(asked))
+            steps, change = stack.enter_context(self._changes.begin(request))
             answer: list[str] | BaseException | None = None
             while (action := next_of(steps, answer)) is not None:
                 if action == "commit":  # no request is sent before the frontend has switched
@@ -310,7 +310,7 @@ class LLMEngine(EngineOwner):
 
         Raises:
             RequestError: no such utility, or wrong arguments.
-            HardpointError: what the utility raised.
+            HardpointError: raised by the utility.
             EngineClosedError, EngineDeadError, EngineTimeoutError: it could not be called.
         """
         self._check_open()
@@ -341,7 +341,7 @@ class LLMEngine(EngineOwner):
         If an engine does not answer within a second, its last report is used.
 
         Raises:
-            EngineFaultError: a component whose faults end the engine failed.
+            EngineFaultError: a component with faults of scope engine failed.
         """
         if self._closed or not self._frontend.observers.has_exports:
             return ""

@@ -29,7 +29,7 @@ _BYTES_PER_TOKEN = 4
 class BlockHashes:
     """The hashes of each request's full blocks, computed once and extended as it grows.
 
-    The formula is that of `plugins.block_hash`, which keys of stored blocks share.
+    The formula is `plugins.block_hash`, which keys of stored blocks share.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class BlockMetadata:
         """Return the history, which is kept from now on.
 
         Raises:
-            RuntimeError: blocks may be cached already, whose history is not known.
+            RuntimeError: blocks without a known history may be cached already.
         """
         if self.history is None:
             if self._allocated:
@@ -258,7 +258,7 @@ class BlockPool:
             num_states: how many of the blocks are states.
             eviction: chooses among the candidates; by default in the order of release.
             metadata: in the context of the eviction policy; None where no policy reads it.
-            events: records what is removed from the index.
+            events: records the blocks removed from the index.
         """
         self.num_blocks = num_blocks
         self.ref_count = [0] * num_blocks
@@ -282,7 +282,7 @@ class BlockPool:
         return len(self.empty) + len(self.empty_states) + len(self.candidates)
 
     def unheld(self, block_ids: Iterable[int]) -> list[int]:
-        """Return those of these blocks that no request holds; the null block is none of them."""
+        """Return the blocks among these that no request holds, without the null block."""
         candidates = self.candidates
         return [block for block in block_ids if block in candidates]
 
@@ -372,7 +372,7 @@ class BlockPool:
         return positions
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Remove these blocks from the index; those that no request holds become empty."""
+        """Remove blocks from the index; blocks that no request holds become empty."""
         known = [block for block in dict.fromkeys(block_ids) if self._hashes[block] is not None]
         if not known:
             return

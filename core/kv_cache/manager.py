@@ -82,7 +82,7 @@ class BlockManager:
             max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
             hash_algorithm: "sha256" or "blake2b".
             part_keys: keys of step parts, which the hashes include; None if no part has any.
-            eviction: chooses the cached blocks to reuse; by default those released first.
+            eviction: chooses the cached blocks to reuse; by default the blocks released first.
             metadata: in the context of the eviction policy; None where no policy reads it.
             events: whether `take_events` returns anything.
         """
@@ -147,7 +147,7 @@ class BlockManager:
         return self._hashes.of(request, num_blocks)
 
     def take_hashes(self, request: Request, hashes: list[bytes]) -> None:
-        """Store what `hash_prompt` returned for a live request that has no blocks yet."""
+        """Store the result of `hash_prompt` for a live request that has no blocks yet."""
         self._hashes.store(request, hashes)
 
     def lookup(self, request: Request) -> CachedPrefix:
@@ -174,7 +174,7 @@ class BlockManager:
         num_reserved_blocks: int = 0,
         delay_caching: bool = False,
     ) -> bool:
-        """Allocate the first blocks of a request: those of `prefix`, then new ones.
+        """Allocate the first blocks of a request: the blocks of `prefix`, then new ones.
 
         Raises:
             ValueError: the request has blocks already, or there is lookahead and states.
@@ -187,15 +187,15 @@ class BlockManager:
         end = prefix.num_tokens + num_external_tokens + num_new_tokens
         num_cached = prefix.num_tokens // size
         num_new = -(-(end + num_lookahead_tokens) // size) - num_cached  # per group
-        found = [block for table in prefix.block_ids for block in table]
+        cached = [block for table in prefix.block_ids for block in table]
         if self._windows:
-            found = [block for block in found if block != NULL_BLOCK]
+            cached = [block for block in cached if block != NULL_BLOCK]
         # Found blocks that no request holds count as free until they are touched. A prompt of which
         # further pieces follow will hold as many states as any request of its length.
         states = self._needs.states_of(request.num_tokens) if end < request.num_tokens else 0
-        if not self._has_room(num_new, pool.unheld(found), (), num_reserved_blocks, states):
+        if not self._has_room(num_new, pool.unheld(cached), (), num_reserved_blocks, states):
             return False
-        pool.touch(found)
+        pool.touch(cached)
         if self._uses_cache(request):
             self._stats.requests += 1
             self._stats.queried_tokens += request.num_tokens
@@ -251,8 +251,8 @@ class BlockManager:
         for group, window in self._windows:
             if blocks.num_passed[group] > _first_seen(num_tokens, window) // size:
                 raise ValueError(
-                    f"request {request.request_id!r} cannot go back to token {num_tokens}: of "
-                    f"what it sees through a window of {window} tokens, the blocks before token "
+                    f"request {request.request_id!r} cannot go back to token {num_tokens}: in "
+                    f"its window of {window} tokens, the blocks before token "
                     f"{blocks.num_passed[group] * size} were released"
                 )
         first = num_tokens // size
@@ -329,12 +329,12 @@ class BlockManager:
         Of both kinds a share of `reserved` is to be left; of states there have to be `min_states`.
         """
         pool, has_states = self.pool, bool(self._num_states)
-        found = has_states and pool.num_states_of(taken) - pool.num_states_of(freed)
-        states = max(has_states * min(count, 2) + found, min_states)
-        keys = count * (len(self.groups) - has_states) + len(taken) - len(freed) - found
-        kept = -(-reserved * self._num_states // max(self.num_usable_blocks, 1))
+        net_states = has_states and pool.num_states_of(taken) - pool.num_states_of(freed)
+        states = max(has_states * min(count, 2) + net_states, min_states)
+        keys = count * (len(self.groups) - has_states) + len(taken) - len(freed) - net_states
+        reserve = -(-reserved * self._num_states // max(self.num_usable_blocks, 1))
         free = pool.num_free_states
-        return states <= free - kept and keys <= pool.num_free - free - (reserved - kept)
+        return states <= free - reserve and keys <= pool.num_free - free - (reserved - reserve)
 
     def _append(self, blocks: _RequestBlocks, count: int) -> list[list[int]]:
         new = []
@@ -473,7 +473,7 @@ def _common_length(
 
 
 def _trailing(index: Mapping[bytes, int], hashes: Sequence[bytes], limit: int, needed: int) -> int:
-    """Return the longest length up to `limit` whose last `needed` blocks are in the index."""
+    """Return the longest length up to `limit` with its last `needed` blocks in the index."""
     length = position = limit
     while position > max(0, length - needed):
         position -= 1

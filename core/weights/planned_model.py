@@ -56,7 +56,7 @@ _log = logging.getLogger("hardpoint")
 
 _READ = 4  # bytes of a number as it is read, before it is packed: float32
 _DEQUANTIZED = 9  # the same, with its code, and factors of its groups for each column
-_MADE = 9  # of one that is quantised while it is loaded: its numbers, and its codes
+_MADE = 9  # of one that is quantized while it is loaded: its numbers, and its codes
 _EXPERTS = ".experts."  # in Hugging Face names
 _HEAD = "lm_head."
 _CODES = 3  # of a matrix that stays in codes: those of the whole product, a byte each, and a copy
@@ -64,13 +64,13 @@ _CODES = 3  # of a matrix that stays in codes: those of the whole product, a byt
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A rank's share of a model, whose weights are not read yet.
+    """A rank's share of a model, with weights that are not read yet.
 
     Attributes:
-        model: what the plugin built.
+        model: the model built by the plugin.
         checked: the same, checked.
         attention: the backend with the layers' specs and groups.
-        quantized: what is to give the model its matrices of few bits; to be closed.
+        quantized: gives the model its quantized matrices; to be closed.
         weights: how each weight is held in memory, by Hugging Face name.
         estimate: estimate of the memory that all of it needs.
     """
@@ -125,7 +125,7 @@ def plan_model(
         ops: operations of the model's layers.
         backend: backend of attention.
         parallel: the share.
-        limit: returns what may be allocated.
+        limit: returns the memory limit.
 
     Raises:
         ModelError: the model cannot be divided in this way, or its files store a weight in a way
@@ -146,7 +146,7 @@ def plan_model(
     )
     model: Model = build_share(lambda share: create(parallel=share), parallel)
     checked = CheckedModel(model, entry.source)
-    # What all stages have decides on the groups of the KV cache, and on what is quantised.
+    # What all stages have decides on the groups of the KV cache, and on what is quantized.
     whole = model if parallel.num_stages == 1 else create(parallel=Parallel())
     try:
         whole_checked = checked if whole is model else CheckedModel(whole, entry.source)
@@ -200,8 +200,8 @@ def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
         if entry is None:  # quantization.use was checked
             known = (item.name for item in spec.plugins.entries("quantizations"))
             raise PluginNotFoundError(
-                f"the loader {spec.loader.name!r} says that it is stored in {name!r}, which is no "
-                f"quantisation scheme that is enabled{spec.plugins.hint(name, 'quantizations')}; "
+                f"the loader {spec.loader.name!r} reports storage in {name!r}, which is no enabled "
+                f"quantization scheme{spec.plugins.hint(name, 'quantizations')}; "
                 f"enabled: {', '.join(sorted(known)) or 'none'}"
             )
         is_its_own = name == spec.model_config.quantization and isinstance(described, Mapping)
@@ -221,7 +221,7 @@ def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
 def load_weights(
     spec: WorkerSpec, planned: PlannedModel, cache: WeightCache, any_rank: Callable[[bool], bool]
 ) -> None:
-    """Load the weights that an earlier process has packed, else those of the model's files.
+    """Load the weights that an earlier process has packed, else the model's files.
 
     Args:
         spec: spec of the worker.
@@ -243,7 +243,7 @@ def load_weights(
     quantized.check_used(any_rank(quantized.is_used))
     description = quantized.describe()
     if spec.rank == 0 and description is not None:
-        _log.info("matrices of few bits: %s", description)
+        _log.info("quantized weights: %s", description)
     trim_memory()
     if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
         if spec.config.parallel.num_local > 1:
@@ -310,7 +310,7 @@ def hold_weights(
         checked: the same, checked.
         loader: loader of the weights.
         source: source of the loader.
-        quantized: what is to give the model its matrices of few bits.
+        quantized: gives the model its quantized matrices.
 
     Raises:
         ModelError: the files store a weight in a way that cannot be read.
@@ -376,20 +376,19 @@ def _formats(
     with faults_as(PluginFaultError, f"{source}: its formats()", passing=(HardpointError,)):
         formats = loader.formats(dict(shapes))
     checked(formats, WeightLoader, "formats()", source)
-    for name, found in formats.items():
-        if not _is_format(found):
+    for name, weight_format in formats.items():
+        if not _is_format(weight_format):
             raise PluginFaultError(
-                f"{source}: its formats() gave {shown(found)} for {shown(name)}, expected a "
-                f"WeightFormat with a name, a number of bytes, and what is stored, if at all, as a "
-                f"QuantizedWeight"
+                f"{source}: its formats() gave {shown(weight_format)} for {shown(name)}, expected "
+                f"a WeightFormat with a name, a number of bytes, and None or a QuantizedWeight"
             )
     return formats
 
 
-def _is_format(found: object) -> bool:
+def _is_format(value: object) -> bool:
     return (
-        isinstance(found, WeightFormat)
-        and isinstance(found.name, str)
-        and isinstance(found.num_bytes, int)
-        and (found.stored is None or is_quantized_weight(found.stored))
+        isinstance(value, WeightFormat)
+        and isinstance(value.name, str)
+        and isinstance(value.num_bytes, int)
+        and (value.stored is None or is_quantized_weight(value.stored))
     )

@@ -1,4 +1,4 @@
-"""The weights of a model on their way from the loader: read, quantised, dequantised, cut."""
+"""The weights of a model on their way from the loader: read, quantized, dequantized, cut."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ Scheme = tuple[Quantization, Source]
 
 _FEWER_RANKS = (
     ", the part that a rank has; expected fewer ranks (parallel.tensor), or quantization.use = "
-    "'none', which dequantises"
+    "'none', which dequantizes"
 )
 _SHOWN = 4  # names in a message
 _HEAD = "lm_head.weight"
 
 
 class QuantizedWeights:
-    """Gives a model its matrices of few bits, as configured; passes other weights on.
+    """Gives a model its quantized matrices, as configured; passes other weights on.
 
-    `pass_on` does it; `describe` reports afterwards what was done. `close` closes the schemes.
+    `pass_on` does it; `describe` reports the result afterwards. `close` closes the schemes.
 
     Attributes:
         whole_shapes: shapes of the weights of all stages, by name.
@@ -62,7 +62,7 @@ class QuantizedWeights:
             whole: all stages of the model, where `model` is one of several. It is not kept.
 
         Raises:
-            ConfigError: the model cannot load what is configured.
+            ConfigError: the model does not support the configured scheme.
         """
         self._config = config.quantization
         self._checkpoint = config.model
@@ -81,7 +81,7 @@ class QuantizedWeights:
         if self._config.use not in ("auto", "none"):
             if not self._whole_quantizable:
                 raise ConfigError(
-                    f"quantization.use: {self._config.use!r} has no weights to quantise: "
+                    f"quantization.use: {self._config.use!r} has no weights to quantize: "
                     f"{model.context.config.architecture} has no matrices that may have few bits, "
                     f"or quantization.skip names them all"
                 )
@@ -91,8 +91,8 @@ class QuantizedWeights:
         self._dequantized: Counter[str] = Counter()
         self._without_kernel: Counter[str] = Counter()
         self._has_own = False
-        self._by_loader: Counter[str] = Counter()  # what came dequantised
-        self._loader_formats: dict[str, str] = {}  # what loaders dequantise, by name
+        self._by_loader: Counter[str] = Counter()  # what came dequantized
+        self._loader_formats: dict[str, str] = {}  # what loaders dequantize, by name
 
     def close(self) -> None:
         """Close the schemes; the matrices that they made stay."""
@@ -100,11 +100,11 @@ class QuantizedWeights:
         close_all(component for component, _ in schemes.values())
 
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> Weights:
-        """Give the model its matrices of few bits; yield the other weights.
+        """Give the model its quantized matrices; yield the other weights.
 
         Raises:
-            ModelError: a weight cannot be read, quantised or cut.
-            PluginFaultError: a scheme raised something else, or gave what is no matrix.
+            ModelError: a weight cannot be read, quantized or cut.
+            PluginFaultError: a scheme raised something else, or did not return a matrix.
         """
         for name, weight in weights:
             if isinstance(weight, QuantizedWeight):
@@ -159,49 +159,49 @@ class QuantizedWeights:
         component, source = self.scheme(scheme)
         rows, columns = shape
         with faults_as(PluginFaultError, f"{source}: its stored_bytes()"):
-            found = component.stored_bytes((rows, columns))
-        return checked(found, Quantization, "stored_bytes()", source)
+            num_bytes = component.stored_bytes((rows, columns))
+        return checked(num_bytes, Quantization, "stored_bytes()", source)
 
     def describe(self) -> str | None:
-        """Return how many matrices have few bits, and which were dequantised; None if none."""
+        """Return how many matrices have few bits, and which were dequantized; None if none."""
         dtype = str(self._model.context.dtype).removeprefix("torch.")
         parts = []
         for name, count in sorted(self._counts.items()):
             parts.append(f"{count} in {name}")
             if without := self._without_kernel[name]:
                 parts.append(
-                    f"{without} of them dequantised to {dtype}, for the operations have no kernel "
-                    f"for them"
+                    f"{without} of them dequantized to {dtype}, because the operations have no "
+                    f"kernel for them"
                 )
         dequantized = self._dequantized + self._by_loader
-        parts += [f"{count} in {name} dequantised" for name, count in sorted(dequantized.items())]
+        parts += [f"{count} in {name} dequantized" for name, count in sorted(dequantized.items())]
         if self._has_own and self._model.packed_weights() is None:
             parts.append("not kept in the weight cache, for they multiply themselves")
         return ", ".join(parts) or None
 
     def check_stored(self, formats: Mapping[str, WeightFormat]) -> None:
-        """Check that schemes can read what files store, and that they have the required scheme.
+        """Check that schemes can read the stored weights, and that the required scheme occurs.
 
         Args:
             formats: formats of the weights of all stages, by name; empty if they are not known.
 
         Raises:
-            ModelError: a scheme cannot read what is stored.
+            ModelError: a scheme cannot read a stored weight.
             ConfigError: no weight is stored in the scheme that the configuration requires.
         """
-        for name, found in formats.items():
+        for name, weight_format in formats.items():
             if name not in self._shapes:
                 continue
-            if found.is_quantized:
-                self._scheme_of_weight(name, found.name)
-            if (stored := found.stored) is not None:
+            if weight_format.is_quantized:
+                self._scheme_of_weight(name, weight_format.name)
+            if (stored := weight_format.stored) is not None:
                 self._check_is_matrix(name, stored)
                 calls = self._calls(name, self._scheme_of_weight(name, stored.scheme))
                 calls.call("check", functools.partial(calls.component.check, stored))
-            if not found.is_quantized and not hasattr(torch, found.name):
-                self._loader_formats[name] = found.name
+            if not weight_format.is_quantized and not hasattr(torch, weight_format.name):
+                self._loader_formats[name] = weight_format.name
         self._check_cuts(formats)
-        named = [name for name, found in formats.items() if found.name == self._config.use]
+        named = [name for name, stored in formats.items() if stored.name == self._config.use]
         if formats and not self._quantizes:
             self.check_used(any(self._scheme_of(name, self._config.use) for name in named))
 
@@ -210,16 +210,16 @@ class QuantizedWeights:
 
         Raises:
             ModelError: a stored matrix cannot be cut.
-            ConfigError: a matrix that is to be quantised cannot.
+            ConfigError: a matrix that is to be quantized cannot.
         """
         for name, cut in self._cuts.items():
-            found = formats.get(name)
-            of = found.name if found is not None and found.is_quantized else None
+            file_format = formats.get(name)
+            of = file_format.name if file_format is not None and file_format.is_quantized else None
             if cut.dim == 0 or (use := self.scheme_of(name, of)) is None:
                 continue
             rows, columns = self._shapes[name]
             calls = self._calls(name, self._scheme_of_weight(name, use))
-            stored = found.stored if found is not None and use == of else None
+            stored = file_format.stored if file_format is not None and use == of else None
             ask = functools.partial(calls.component.alignment, (rows, columns), stored)
             unit = calls.call("alignment", ask, returned=COLUMNS)
             if unit is None:
@@ -267,11 +267,11 @@ class QuantizedWeights:
             return
         if self._quantizes:
             raise ConfigError(
-                f"quantization.use: {self._config.use!r} has quantised no weight of "
+                f"quantization.use: {self._config.use!r} has quantized no weight of "
                 f"{self._checkpoint!r}"
             )
         raise ConfigError(
-            f"quantization.use: {self._config.use!r} does not quantise weights, and "
+            f"quantization.use: {self._config.use!r} does not quantize weights, and "
             f"{self._checkpoint!r} has none that are stored in it"
         )
 
@@ -283,7 +283,7 @@ class QuantizedWeights:
             some = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             raise ConfigError(
                 f"quantization.skip: {pattern!r} matches no weight of "
-                f"{whole.context.config.architecture}; those that may have few bits are "
+                f"{whole.context.config.architecture}; weights that can be quantized are "
                 f"{some or 'none'}"
             )
 
@@ -296,7 +296,7 @@ class QuantizedWeights:
 
     def _matches(self, name: str, pattern: str) -> bool:
         names = (name, _HEAD) if name == self._tied_table else (name,)
-        return any(fnmatch.fnmatchcase(one, pattern) for one in names)
+        return any(fnmatch.fnmatchcase(candidate, pattern) for candidate in names)
 
     def scheme(self, name: str) -> Scheme:
         """Return a scheme, which is built once: it checks how a checkpoint describes it.
@@ -359,7 +359,7 @@ class QuantizedWeights:
         if not bool(weight.isfinite().all()):
             raise ModelError(
                 f"model: weight {calls.name!r} of {self._checkpoint!r} has numbers that are not "
-                f"finite, which {self._config.use!r} cannot quantise"
+                f"finite, which {self._config.use!r} cannot quantize"
             )
         quantize = functools.partial(calls.component.quantize, weight)
         matrix = calls.matrix("quantize", quantize, tuple(weight.shape))
@@ -369,7 +369,7 @@ class QuantizedWeights:
         return matrix
 
     def _check_groups(self, name: str, unit: int) -> None:
-        """Check that a part that was quantised is a part of the quantised whole.
+        """Check that a part that was quantized is a part of the quantized whole.
 
         Raises:
             ConfigError: it was cut within a group of columns.

@@ -21,29 +21,29 @@ _SEARCH_S = 1.0
 
 
 def check_parallelism(model: type[Model], source: Source, parallel: ParallelConfig) -> None:
-    """Refuse a kind of parallelism that a model does not honour.
+    """Refuse a kind of parallelism that a model does not honor.
 
     Raises:
         ModelError: naming the setting and the model.
     """
-    asked = {
+    settings = {
         "tensor": parallel.tensor > 1,
         "pipeline": parallel.pipeline > 1,
         "expert": parallel.expert,
     }
-    for name, is_on in asked.items():
+    for name, is_on in settings.items():
         if is_on and name not in model.parallelism:
             does = ", ".join(f"parallel.{other}" for other in model.parallelism) or "none"
             raise ModelError(
-                f"parallel.{name}: {source} cannot be divided in this way; its class says what it "
-                f"honours in `parallelism`: {does}"
+                f"parallel.{name}: {source} cannot be divided in this way; `parallelism` of its "
+                f"class has: {does}"
             )
 
 
 def check_shares(
     plugins: PluginSet, config: ModelConfig, dtype: torch.dtype, parallel: ParallelConfig
 ) -> None:
-    """Refuse what cannot be divided, before workers are started.
+    """Reject an impossible sharding of the model, before workers are started.
 
     The model is built as the first rank's share, without operations. One that needs these is left
     to the workers.
@@ -80,7 +80,7 @@ def check_shares(
 
 
 def _is_not_called(*_arguments: object) -> None:
-    raise NotImplementedError("the model is built to see what it divides, and computes nothing")
+    raise NotImplementedError("the model is built for its sharding plan only, and computes nothing")
 
 
 _UNUSED_OPS = type("_UnusedOps", (Ops,), dict.fromkeys(Ops.__abstractmethods__, _is_not_called))
@@ -94,7 +94,7 @@ class FirstRank(SingleRank):
 
 
 def build_share(create: Callable[[Parallel], Model], parallel: Parallel) -> Model:
-    """Build what a rank computes of a model.
+    """Build a rank's share of a model.
 
     Args:
         create: builds the model without weights.

@@ -51,7 +51,7 @@ class WorkerSpec:
         dtype: resolved; never "auto".
         device: resolved; never "auto".
         max_model_len: resolved.
-        rank: among those that share the model.
+        rank: rank in the engine.
         placement: placement of all ranks; None if there is one.
         num_draft_tokens: most drafts of a request that a step verifies.
         prepare: returns the spec of a further model; None if the spec was made by hand.

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 import torch
 
-from hardpoint.plugins import AttentionStep, BatchUpdate, LogitsRequest, Move, SamplingParams
+from hardpoint.plugins import AttentionStep, BatchUpdate, LogitsRequest, Move
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kv_cache import BlockIds
+from hardpoint.plugins.requests.params import EngineCoreRequest, SamplingParams
 from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
 from hardpoint.plugins.sampling.rows import Added
 from hardpoint.toolkit.batches.packed_step import IntArray, PackedStep
@@ -35,7 +36,6 @@ class InputBatch:
         max_model_len: tokens of a row.
         block_size: tokens per block.
         num_groups: KV cache groups.
-        spans: spans of the requests whose tokens see each other.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class InputBatch:
             max_num_seqs: rows.
             max_model_len: tokens of a row.
             block_size: tokens per block.
-            num_groups: KV cache groups, each of which has a block table for each row.
+            num_groups: KV cache groups; each has a block table for each row.
             packs: whether a step's tensors are parts of one, which one copy takes to a device.
         """
         self.max_model_len, self.block_size = max_model_len, block_size
@@ -74,7 +74,7 @@ class InputBatch:
         self._late_ids: torch.Tensor | None = None  # tokens of the last step, on the device
         self._late_at = np.full(max_num_seqs, -1, dtype=np.int64)  # index of a row's late token
         self._drafted: set[str] = set()  # requests with drafts in their last step
-        self.spans = Spans()
+        self._spans: Spans | None = None  # of requests with bidirectional attention, if any came
         self._requests: list[LogitsRequest] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
@@ -98,7 +98,7 @@ class InputBatch:
             request: to add.
             output_token_ids: the request's live list.
             block_ids: its block table, one per group.
-            num_computed_tokens: whose keys and values are in those blocks.
+            num_computed_tokens: number of tokens with keys and values in these blocks.
             step: number of the plan that adds it.
             second_type_start: as in EngineCoreRequest.
         """
@@ -125,6 +125,11 @@ class InputBatch:
         self.extend_blocks(request.request_id, block_ids)
         self._updates.add(self._added(row))
 
+    def add_spans(self, request: EngineCoreRequest) -> None:
+        """Add the bidirectional attention spans of a request that was added."""
+        self._spans = self._spans or Spans()
+        self._spans.add(request)
+
     def extend_blocks(self, request_id: str, block_ids: BlockIds) -> None:
         """Append blocks to a request's tables, as many to each."""
         if block_ids and (count := len(block_ids[0])):
@@ -134,7 +139,7 @@ class InputBatch:
             self._num_blocks[row] += count
 
     def remove(self, request_ids: frozenset[str]) -> None:
-        """Remove those of the requests that are in the batch."""
+        """Remove the requests that are in the batch; skip others."""
         # The smaller one is walked: most of a hundred thousand that ended may never have run. The
         # operator & of keys and a frozenset walks the set.
         known = self._row_of
@@ -143,7 +148,8 @@ class InputBatch:
             row = known.pop(request_id)
             del self._added_in[request_id]
             self._drafted.discard(request_id)
-            self.spans.remove(request_id)
+            if self._spans is not None:
+                self._spans.remove(request_id)
             self._requests[row] = _FREE_ROW
             self._updates.remove(row)
 
@@ -218,7 +224,7 @@ class InputBatch:
         return request.row < len(self._requests) and self._requests[request.row] is request
 
     def append_sampled(self, sampled: SampledTokens) -> None:
-        """Append what another rank has sampled; steps come in their order, and some twice.
+        """Append the tokens sampled by another rank; steps come in their order, and some twice.
 
         Requests that left the batch after that step, and may have come back, are passed over.
         """
@@ -278,7 +284,8 @@ class InputBatch:
         tables = self._tables[..., rows, :width].astype(np.int64, order="C")
         self._num_computed[rows] = seq_lens
         requests = [self._requests[row] for row in rows]
-        sees = self.spans.last_seen(requests, starts, query_starts, positions)
+        step = (requests, starts, query_starts, positions)
+        sees = None if self._spans is None else self._spans.last_seen(*step)
         packed: PackedStep | None = None
         if self._packs or device.type != "cpu":
             by_group = slots.reshape(-1, len(positions)), tables.reshape(-1, len(rows), width)
@@ -362,4 +369,4 @@ def _by_group(
     if packed is not None:
         return zip(packed.tables, packed.slots, strict=True)
     both = torch.from_numpy(tables), torch.from_numpy(slots)
-    return [both] if slots.ndim == 1 else zip(*(one.unbind() for one in both), strict=True)
+    return [both] if slots.ndim == 1 else zip(*(tensor.unbind() for tensor in both), strict=True)

@@ -1,4 +1,4 @@
-"""The models of a rank: the memory that one leaves, what step parts get of it, and further ones."""
+"""The models of a rank: free memory, the contexts of step parts, and auxiliary models."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
     shared = {"ranks": ranks.num_local, "engines": spec.place.num_sharing}
     if spec.device.type != "cpu":
         return limit
-    for what, count in shared.items():
+    for sharers, count in shared.items():
         if count > 1:
-            share = f"{limit.source}, divided by {count} {what}"
+            share = f"{limit.source}, divided by {count} {sharers}"
             limit = MemoryLimit(limit.available // count, share)
     return limit
 
@@ -178,8 +178,8 @@ def open_parts(
         parts.check_hooks(planned.checked, ranks.parallel)
         if spec.num_draft_tokens and samples and parts.verifier is None:
             raise ConfigError(
-                "plugins: a step part drafts tokens, and none verifies drafts; expected one whose "
-                'worker half has verify_drafts, such as "speculation"'
+                "plugins: a step part drafts tokens, and none verifies drafts; enable a part with "
+                'verify_drafts, such as "speculation"'
             )
         undo.pop_all()
     return parts
@@ -285,11 +285,11 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
             )
         assert spec.prepare is not None, "the worker's spec was made by hand"
         further = spec.prepare(_config_of(spec.config, model))
-        own = further.model_config.vocab_size
-        if vocab_size is not None and own != vocab_size:
+        further_size = further.model_config.vocab_size
+        if vocab_size is not None and further_size != vocab_size:
             raise ModelError(
-                f"model: {model!r} has a vocabulary of {own} tokens, expected {vocab_size}, that "
-                f"of {spec.config.model!r}"
+                f"model: {model!r} has a vocabulary of {further_size} tokens, expected "
+                f"{vocab_size}, as {spec.config.model!r} has"
             )
         if same_tokens:
             _check_tokens(spec, further)
@@ -300,22 +300,22 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
 
 def _check_tokens(spec: WorkerSpec, further: WorkerSpec) -> None:
     path = spec.config.tokenizer.path
-    own = find_files(path, "tokenizer.path") if path else spec.loader.context.files
+    main = find_files(path, "tokenizer.path") if path else spec.loader.context.files
     files = further.loader.context.files
-    if own.path == files.path:
+    if main.path == files.path:
         return
     try:
-        tokens, others = _tokens_of(spec, own), _tokens_of(spec, files)
+        tokens, others = _tokens_of(spec, main), _tokens_of(spec, files)
     except (ModelError, NotImplementedError) as cause:
-        _log.warning("the tokens of %s and %s are not compared: %s", own.name, files.name, cause)
+        _log.warning("the tokens of %s and %s are not compared: %s", main.name, files.name, cause)
         return
     if tokens == others:
         return
     pairs = enumerate(zip_longest(tokens, others, fillvalue=b""))
-    token, (one, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    token, (expected, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
     raise ModelError(
         f"model: {further.config.model!r} has another tokenizer: its token {token} is "
-        f"{_text_of(other)}, that of {spec.config.model!r} is {_text_of(one)}"
+        f"{_text_of(other)}, in {spec.config.model!r} it is {_text_of(expected)}"
     )
 
 
@@ -355,7 +355,7 @@ class ReloadedModel:
 
         Args:
             plan: builds the model without weights.
-            use: lets the worker run with the model, of which this is the spec then.
+            use: lets the worker run with the model; the spec describes it then.
         """
         self._spec = dataclasses.replace(spec, progress=no_progress)
         self._loader, self._plan, self._use = loader, plan, use
@@ -411,6 +411,6 @@ def _check_memory(planned: PlannedModel) -> None:
     needed, limit = planned.estimate.weights, planned.estimate.limit
     if needed > limit.available:
         raise ModelError(
-            f"weights: {size_text(needed)} are needed in addition to those in use, "
+            f"weights: {size_text(needed)} are needed in addition to the current ones, "
             f"{size_text(limit.available)} are available ({limit.source})"
         )

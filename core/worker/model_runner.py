@@ -45,10 +45,10 @@ _Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
 
 
 class ModelRunner:
-    """Runs the model over a plan's tokens, and samples for sequences whose end it reached.
+    """Runs the model over a plan's tokens, and samples for each sequence that it completed.
 
     Attributes:
-        model: model whose weights are loaded.
+        model: model with loaded weights.
         ops: operations of its layers.
         attention: backend of them.
         parts: the worker halves of step parts.
@@ -96,7 +96,7 @@ class ModelRunner:
         return self.parts.with_memory(self.attention.block_views(self._caches, user))
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
-        """Allocate the KV cache of every layer, and use `batch`, whose block tables refer to it."""
+        """Allocate the KV cache of every layer, and use `batch`, with block tables of it."""
         self._allocated = batch
         self.restore_cache(num_blocks)
 
@@ -106,7 +106,7 @@ class ModelRunner:
         self.forget_cache()
 
     def forget_cache(self) -> None:
-        """Forget the KV cache, of which no worker half of a step part has anything any more."""
+        """Forget the KV cache; no worker half of a step part uses it any more."""
         self._caches, self._kept_logits = [], torch.empty(0)
 
     def restore_cache(self, num_blocks: int) -> None:
@@ -170,7 +170,7 @@ class ModelRunner:
         before: torch.Tensor | None,
         routed: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the hidden states of a step; those of a repeated one are overwritten by the next.
+        """Return the hidden states of a step; a repeated step overwrites earlier ones.
 
         Args:
             before: hidden states of the stage before.
@@ -244,9 +244,7 @@ class ModelRunner:
                 return None
             return self._with_reports(ModelRunnerOutput())
         self._sampling.pipeline.observer = self.parts.observer
-        output = ModelRunnerOutput()
-        output.end(self._broken)
-        self._broken = {}
+        output = self._new_output()
         if any(request.params.prompt_logprobs is not None for request in step.requests):
             logits_of = functools.partial(self._logits, hidden)
             output.prompt_logprobs = prompt_logprobs(step, self._device, logits_of)
@@ -270,6 +268,13 @@ class ModelRunner:
         if self._divides_logits:
             self._end_division(step, output)
         return self._with_reports(output)
+
+    def _new_output(self) -> ModelRunnerOutput:
+        output = ModelRunnerOutput()
+        if self._broken:
+            output.end(self._broken)
+            self._broken = {}
+        return output
 
     def _end_division(self, step: StepInput, output: ModelRunnerOutput) -> None:
         """Let the ranks that compute parts of the logits go on."""
@@ -375,7 +380,7 @@ class ModelRunner:
         assert self._sampling is not None
         assert self.parts.verifier is not None
         drafts, chosen = planned_drafts(plan, requests, last)
-        owners = [r for r, own in zip(requests, drafts, strict=True) for _ in range(1 + len(own))]
+        owners = [r for r, ids in zip(requests, drafts, strict=True) for _ in range(1 + len(ids))]
         index = to_device(chosen, self._device)
         rows = DraftRows(
             requests,
@@ -442,7 +447,8 @@ class ModelRunner:
         )
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
-        batch.spans.add(source)
+        if source.features:
+            batch.add_spans(source)
         if source.pooling_params is not None:
             self._pooled.add(source.request_id)
         if self._sampling is None:

@@ -1,4 +1,4 @@
-"""The ranks that share a model with this worker, and what it sends and receives."""
+"""The ranks that share a model with this worker, and its messages to and from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ the placement that follows them.
 
 
 class Ranks:
-    """This rank's place among those that share the model.
+    """This rank's place among the ranks that share the model.
 
     Attributes:
         rank: in the engine.
@@ -152,7 +152,7 @@ class Ranks:
 
     def share_tokens(self, tokens: Sequence[Sequence[int]], device: torch.device) -> None:
         """Send the tokens that each request of a step has got to the other ranks of this stage."""
-        flat = [x for one in tokens for x in (len(one), *one)]
+        flat = [x for row in tokens for x in (len(row), *row)]
         self._send(torch.tensor(flat, dtype=torch.int64, device=device))
 
     def shared_tokens(self, device: torch.device) -> list[list[int]]:
@@ -174,7 +174,7 @@ class Ranks:
         return tensor.broadcast(numbers, 0) if count else numbers
 
     def abort(self, reason: str) -> None:
-        """Let what waits for other ranks fail, now and later. For any thread."""
+        """Let calls that wait for other ranks fail, now and later. For any thread."""
         self._abort_reason = self._abort_reason or reason
         self._abort_groups(reason)
 

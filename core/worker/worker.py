@@ -68,7 +68,7 @@ class LocalWorker:
 
     Attributes:
         observed_states: states of logits processors, kept when the model is released.
-        movable_weights: those that level 1 of sleep moves to CPU memory; None if it moves none.
+        movable_weights: weights that sleep level 1 moves to CPU memory; None if it moves none.
     """
 
     def __init__(
@@ -96,12 +96,8 @@ class LocalWorker:
         self._weights_hash: str | None = None  # once worker halves that move blocks have started
         self.movable_weights: Mapping[str, torch.Tensor] | None = None
         self._moved: MovedWeights | None = None
-        self._ranks = Ranks(
-            spec.config.parallel,
-            spec.rank,
-            spec.placement,
-            asynchronous=spec.config.scheduler.asynchronous is True,
-        )
+        is_ahead = bool(spec.config.scheduler.asynchronous)  # resolved by `prepare_worker`
+        self._ranks = Ranks(spec.config.parallel, spec.rank, spec.placement, asynchronous=is_ahead)
         self._profiling = Profiling(
             spec.config.engine.profile_dir,
             spec.device,
@@ -309,7 +305,7 @@ class LocalWorker:
         plan: SchedulerOutput,
         bitmask: GrammarBitmask | None = None,
     ) -> ModelRunnerOutput | None:
-        """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
+        """Sample the tokens of a step, from the tokens that the bitmask allows."""
         output = self.begin_sampling(plan, bitmask, overlaps=False)
         assert not isinstance(output, LateOutput)
         return output
@@ -345,7 +341,7 @@ class LocalWorker:
         return StepSettings().around(self._runner.parts.idle)()
 
     def call_part(self, name: str, message: bytes) -> tuple[str | None, bytes]:
-        """Return None and what the half of a step part answers, or kind and text of an error."""
+        """Return None and the answer of a step part's half, or kind and text of an error."""
         if self._runner is None:
             return "HardpointError", b"the worker has no model: it was closed, or sleeps"
         return StepSettings().around(self._runner.parts.call)(name, message)
@@ -410,7 +406,6 @@ class LocalWorker:
         return ReloadedModel(self._spec, loader, plan, self._use_model)
 
     def _use_model(self, planned: PlannedModel, spec: WorkerSpec) -> None:
-        """Run with another model than before from the next step on."""
         self._use_device()
         try:
             earlier, self._spec = self.runner.model.become(planned.checked), spec
@@ -492,8 +487,8 @@ def _check_supported(plan: SchedulerOutput, *, drafts: bool, encodes: bool) -> N
         "encodes no features": {} if encodes else plan.encoder_inputs,
     }
     messages = [
-        f"{what}, got some for {', '.join(request_ids)}"
-        for what, request_ids in parts.items()
+        f"{lack}, got some for {', '.join(request_ids)}"
+        for lack, request_ids in parts.items()
         if request_ids
     ]
     if messages:

@@ -45,14 +45,14 @@ def peak(pid: str) -> int:
 
 def children(pid: str) -> list[str]:
     """Return the ids of a process's children, and of theirs."""
-    found: list[str] = []
+    ids: list[str] = []
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                found += [child, *children(child)]
+                ids += [child, *children(child)]
     except (FileNotFoundError, ProcessLookupError):  # the process, or a thread of it, has ended
         pass
-    return found
+    return ids
 
 
 if __name__ == "__main__":

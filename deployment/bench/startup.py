@@ -62,7 +62,7 @@ class Spread(Strict):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return that of values."""
+        """Return the spread of values."""
         return cls(median=statistics.median(values), low=min(values), high=max(values))
 
 
@@ -90,7 +90,7 @@ def measure_startup(plan: StartupPlan | Mapping[str, Any]) -> Iterator[dict[str,
             f"caches: expected cold, warm or both, each once, got {shown(list(wanted.caches))}"
         )
     config, _ = load_config(wanted.config, settings=wanted.settings, model=wanted.model)
-    runs: dict[str, list[dict[str, dict[str, float]]]] = {one: [] for one in wanted.caches}
+    runs: dict[str, list[dict[str, dict[str, float]]]] = {cache: [] for cache in wanted.caches}
     is_interrupted = False
     try:
         yield {"record": "progress", "run": 0, "of": wanted.runs, "caches": "not counted"}
@@ -110,19 +110,19 @@ def measure_startup(plan: StartupPlan | Mapping[str, Any]) -> Iterator[dict[str,
     yield {
         "record": "result",
         "model": config.model,
-        "caches": {one: _spreads(found) for one, found in runs.items() if found},
+        "caches": {cache: _spreads(cache_runs) for cache, cache_runs in runs.items() if cache_runs},
         "interrupted": is_interrupted,
     }
 
 
 def _spreads(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"runs": len(runs)}
+    spreads: dict[str, Any] = {"runs": len(runs)}
     for kind in ("seconds", "bytes"):
-        found[kind] = {
+        spreads[kind] = {
             name: msgspec.to_builtins(Spread.of([run[kind][name] for run in runs]))
             for name in runs[0][kind]
         }
-    return found
+    return spreads
 
 
 def _start(plan: StartupPlan, config: EngineConfig, caches: Caches) -> dict[str, dict[str, float]]:
@@ -184,7 +184,7 @@ def start_once(
 
 def _forget(model: str) -> None:
     path = find_files(model).path
-    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:

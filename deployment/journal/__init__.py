@@ -28,7 +28,7 @@ _INPUTS = "hardpoint.journal.recording:RecordedInputs"
 def with_journal(
     open_client: OpenRemoteClient, config: EngineConfig, config_sources: ConfigSources
 ) -> OpenRemoteClient:
-    """Return the opener of a client whose engines record, if the configuration has a journal.
+    """Return the opener of a client with recording engines, if the configuration has a journal.
 
     Raises:
         ConfigError: the engines cannot record.
@@ -42,8 +42,8 @@ def with_journal(
             why = "join from elsewhere (parallel.join_address)"
         raise ConfigError(
             config_sources.locate(
-                f"engine.journal: expected none, because engines that {why} follow more than what "
-                f"comes to each of them, got {config.engine.journal!r}"
+                f"engine.journal: expected none, because engines that {why} follow more than the "
+                f"inputs of each, got {config.engine.journal!r}"
             )
         )
 

@@ -48,47 +48,50 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def plan_difference(
-    event: int, noted: PlanRecord | None, own: PlanRecord, reasons: StepRecord | None
+    event: int, noted: PlanRecord | None, replayed: PlanRecord, reasons: StepRecord | None
 ) -> Difference | None:
     """Return the first difference between two plans; None if they are the same."""
     if noted is None:
-        return Difference(event, own.step, "plan", own=_scheduled(own))
-    if noted == own and list(noted.scheduled or ()) == list(own.scheduled or ()):
+        return Difference(event, replayed.step, "plan", own=_scheduled(replayed))
+    if noted == replayed and list(noted.scheduled or ()) == list(replayed.scheduled or ()):
         return None
-    request_id = _first_request(noted, own)
+    request_id = _first_request(noted, replayed)
     if request_id is None:
         fields = [
-            name for name in PlanRecord.__struct_fields__ if _of(noted, name) != _of(own, name)
+            name for name in PlanRecord.__struct_fields__ if _of(noted, name) != _of(replayed, name)
         ]
         name = fields[0] if fields else "scheduled"
-        what, recorded, mine = f"plan.{name}", str(_of(noted, name)), str(_of(own, name))
+        subject, recorded, mine = f"plan.{name}", str(_of(noted, name)), str(_of(replayed, name))
     else:
-        what = "scheduled tokens"
+        subject = "scheduled tokens"
         recorded = f"{_tokens(noted, request_id)} of the plan {_scheduled(noted)}"
-        mine = f"{_tokens(own, request_id)} of the plan {_scheduled(own)}"
+        mine = f"{_tokens(replayed, request_id)} of the plan {_scheduled(replayed)}"
     return Difference(
-        event, noted.step, what, request_id, recorded, mine, why_of(reasons, request_id)
+        event, noted.step, subject, request_id, recorded, mine, why_of(reasons, request_id)
     )
 
 
-def token_difference(event: int, noted: Result, own: Result) -> Difference | None:
+def token_difference(event: int, noted: Result, replayed: Result) -> Difference | None:
     """Return the first difference between the tokens of two results; None if they are the same."""
     assert isinstance(noted.tokens, dict)
-    assert isinstance(own.tokens, dict)
-    for name in [*noted.tokens, *own.tokens]:
-        first, second = noted.tokens.get(name), own.tokens.get(name)
+    assert isinstance(replayed.tokens, dict)
+    for name in [*noted.tokens, *replayed.tokens]:
+        first, second = noted.tokens.get(name), replayed.tokens.get(name)
         if first != second:
             return Difference(event, noted.step, "tokens", name, str(first), str(second))
-    for name in [*noted.faults, *own.faults]:
-        fault, mine = noted.faults.get(name), own.faults.get(name)
+    for name in [*noted.faults, *replayed.faults]:
+        fault, mine = noted.faults.get(name), replayed.faults.get(name)
         if (fault is None) != (mine is None):
-            shown = [str(one[0]) if one else "no fault" for one in (fault, mine)]
+            shown = [
+                str(fault_or_none[0]) if fault_or_none else "no fault"
+                for fault_or_none in (fault, mine)
+            ]
             return Difference(event, noted.step, "fault", name, *shown)
     return None
 
 
-def _first_request(noted: PlanRecord, own: PlanRecord) -> str | None:
-    first, second = noted.scheduled or {}, own.scheduled or {}
+def _first_request(noted: PlanRecord, replayed: PlanRecord) -> str | None:
+    first, second = noted.scheduled or {}, replayed.scheduled or {}
     differing = (name for name in [*first, *second] if first.get(name) != second.get(name))
     return next(differing, None)
 

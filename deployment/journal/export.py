@@ -58,71 +58,73 @@ def export(journal: Journal, form: str) -> Iterator[str]:
     blocks = _Blocks(size)
     lengths = {name: len(tokens) for name, tokens in recorded_tokens(journal).items()}
     arrivals = sorted(_collected(journal).items(), key=lambda item: item[1].arrived)
-    for number, (name, one) in enumerate(arrivals):
-        given = one.request.resumed
-        count = lengths.get(name, 0) - (len(given.output_token_ids) if given is not None else 0)
+    for number, (name, exported) in enumerate(arrivals):
+        resumed = exported.request.resumed
+        count = lengths.get(name, 0) - (len(resumed.output_token_ids) if resumed is not None else 0)
         if form == "mooncake" and not count:
             continue  # that form has no request without output
         line: dict[str, Any] = {
-            "timestamp": round(one.arrived),
-            "input_length": len(one.request.prompt_token_ids),
+            "timestamp": round(exported.arrived),
+            "input_length": len(exported.request.prompt_token_ids),
             "output_length": count,
-            "hash_ids": blocks.ids(one.request),
+            "hash_ids": blocks.ids(exported.request),
         }
         if form == "redacted":
-            line = {"request": number, **line, **_details(one)}
+            line = {"request": number, **line, **_details(exported)}
         yield json.dumps(line)
 
 
-def _details(one: _Exported) -> dict[str, Any]:
-    params = one.request.params
+def _details(exported: _Exported) -> dict[str, Any]:
+    params = exported.request.params
     return {
-        "priority": one.request.priority,
-        "child_index": one.request.child_index,
+        "priority": exported.request.priority,
+        "child_index": exported.request.child_index,
         "max_tokens": params.max_tokens,
         "has_grammar": params.structured is not None,
-        "cached_tokens": one.cached,
-        "preemptions": one.preemptions,
-        "first_token": one.first,
-        "ended": one.ended,
-        "finish_reason": one.reason,
+        "cached_tokens": exported.cached,
+        "preemptions": exported.preemptions,
+        "first_token": exported.first,
+        "ended": exported.ended,
+        "finish_reason": exported.reason,
     }
 
 
 def _collected(journal: Journal) -> dict[str, _Exported]:
-    found: dict[str, _Exported] = {}
+    exported: dict[str, _Exported] = {}
     start = journal.header.clock
     for before, now, event in journal.events():
         for arrival in event.arrivals if event.failure is None else ():
             arrived = _milliseconds(event.arrived(arrival, before) - start)
-            found[arrival.request_id] = _Exported(arrived, request_of(arrival))
-        _note(found, event, _milliseconds(now - start))
-    return found
+            exported[arrival.request_id] = _Exported(arrived, request_of(arrival))
+        _note(exported, event, _milliseconds(now - start))
+    return exported
 
 
 def _milliseconds(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def _note(found: dict[str, _Exported], event: Event, time: float) -> None:
+def _note(exported_by_id: dict[str, _Exported], event: Event, time: float) -> None:
     for plan in event.plans:
         for row in plan.new:
-            if (one := found.get(row.request_id)) is not None and one.cached is None:
-                one.cached = row.num_computed
-        for name in found.keys() & set(plan.preempted):
-            found[name].preemptions += 1
+            if (
+                exported := exported_by_id.get(row.request_id)
+            ) is not None and exported.cached is None:
+                exported.cached = row.num_computed
+        for name in exported_by_id.keys() & set(plan.preempted):
+            exported_by_id[name].preemptions += 1
     for result in event.results:
         tokens = result.tokens if isinstance(result.tokens, dict) else {}
-        for name in found.keys() & {name for name, ids in tokens.items() if ids}:
-            if found[name].first is None:
-                found[name].first = time
+        for name in exported_by_id.keys() & {name for name, ids in tokens.items() if ids}:
+            if exported_by_id[name].first is None:
+                exported_by_id[name].first = time
     for ended in event.ended:
-        if (one := found.get(ended.request_id)) is not None:
-            one.ended, one.reason = time, ended.reason
+        if (exported := exported_by_id.get(ended.request_id)) is not None:
+            exported.ended, exported.reason = time, ended.reason
 
 
 class _Blocks:
-    """Numbers blocks by what they and all before them hold.
+    """Numbers blocks by their tokens and the tokens before them.
 
     The hashes are made with a salt that is not kept, and only their order of appearance is shown:
     who guesses a prompt cannot check the guess.
@@ -138,12 +140,12 @@ class _Blocks:
         extras = extra_keys(request, 0, -(-len(tokens) // size), size)
         known = tokens if request.prompt_embeds is None else _with_embeddings(request)
         parent = b""
-        found = []
+        numbers = []
         for index, start in enumerate(range(0, len(tokens), size)):
             content = (parent, known[start : start + size], extras.get(index, b""))
             parent = self._hash(msgspec.msgpack.encode(content))
-            found.append(self._numbers.setdefault(parent, len(self._numbers)))
-        return found
+            numbers.append(self._numbers.setdefault(parent, len(self._numbers)))
+        return numbers
 
     def _hash(self, content: bytes) -> bytes:
         return hashlib.blake2b(content, key=self._salt, digest_size=16).digest()

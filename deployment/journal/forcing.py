@@ -38,14 +38,14 @@ def recorded_tokens(journal: Journal) -> dict[str, dict[int, int]]:
             outputs.live_at(record)
         elif isinstance(record, Event):
             outputs.after(record)
-    return outputs.found
+    return outputs.outputs
 
 
 class _Outputs:
     """The outputs of requests, by id and position, as events have them."""
 
     def __init__(self) -> None:
-        self.found: dict[str, dict[int, int]] = {}
+        self.outputs: dict[str, dict[int, int]] = {}
         self._prompts: dict[str, int] = {}
         self._ends: dict[int, dict[str, int]] = {}  # of what each plan under way computes
 
@@ -53,15 +53,15 @@ class _Outputs:
         for live in keyframe.live:
             request = request_of(live.arrival)
             self._prompts.setdefault(request.request_id, len(request.prompt_token_ids))
-            outputs = self.found.setdefault(request.request_id, {})
+            outputs = self.outputs.setdefault(request.request_id, {})
             outputs.update(enumerate(live.output_token_ids))
 
     def after(self, event: Event) -> None:
         for arrival in event.arrivals if event.failure is None else ():
             request = request_of(arrival)
-            given = () if request.resumed is None else request.resumed.output_token_ids
+            token_ids = () if request.resumed is None else request.resumed.output_token_ids
             self._prompts[arrival.request_id] = len(request.prompt_token_ids)
-            self.found[arrival.request_id] = dict(enumerate(given))
+            self.outputs[arrival.request_id] = dict(enumerate(token_ids))
         for plan in event.plans:
             computed = num_computed(plan)
             self._ends[plan.step] = {
@@ -74,7 +74,7 @@ class _Outputs:
             for name, tokens in result.tokens.items():
                 if name in ends and name in self._prompts:
                     first = ends[name] - self._prompts[name]
-                    self.found[name].update(enumerate(tokens, first))
+                    self.outputs[name].update(enumerate(tokens, first))
 
 
 class ForcedRun:
@@ -85,7 +85,7 @@ class ForcedRun:
     """
 
     def __init__(self, core: EngineCore, player: Player, journal: Journal) -> None:
-        """Call `core`, whose tape is `player`."""
+        """Call `core`, which has the tape `player`."""
         self._core, self._player = core, player
         self._recorded = recorded_tokens(journal)
         self.report = ReplayReport()
@@ -107,11 +107,11 @@ class ForcedRun:
         return self.report
 
     def _play_all(self, journal: Journal, until: int | None) -> Event | None:
-        """Play the events up to one that raised.
+        """Play the events; return the step with which the requests finish.
 
         Returns:
-            The step with which requests finish, which has the error that did not come here; None if
-            the replay has ended.
+            The step, with the recorded error if it did not occur here; None if the replay has
+            ended.
         """
         for number, record in enumerate(journal.records()):
             self._number = number
@@ -148,9 +148,9 @@ class ForcedRun:
                 request.timeout = max(request.timeout - live.age, 0.001)
             self._add(request, live.output_token_ids)
 
-    def _add(self, request: EngineCoreRequest, given: list[int]) -> None:
+    def _add(self, request: EngineCoreRequest, token_ids: list[int]) -> None:
         name = request.request_id
-        resumed = ResumedOutputs(output_token_ids=given) if given else request.resumed
+        resumed = ResumedOutputs(output_token_ids=token_ids) if token_ids else request.resumed
         try:
             self._core.add_request(msgspec.structs.replace(request, resumed=resumed))
         except HardpointError as cause:
@@ -181,10 +181,10 @@ class ForcedRun:
         return False
 
     def _step(self, event: Event) -> bool:
-        found: list[Outputs] = []
-        failure = failure_of(lambda: found.append(self._core.step()[0]))
+        outputs: list[Outputs] = []
+        failure = failure_of(lambda: outputs.append(self._core.step()[0]))
         if failure is None:
-            for name, tokens in self._compared(found[0]):
+            for name, tokens in self._compared(outputs[0]):
                 self._force(name, tokens)
             return False
         self._run.compare_failures(self._number, event, failure)
@@ -212,10 +212,12 @@ class ForcedRun:
                 if output.finished and output.finish_reason is not None:
                     self._counts.pop(name, None)
 
-    def _differs(self, name: str, index: int, recorded: int, own: int) -> None:
+    def _differs(self, name: str, index: int, recorded: int, replayed: int) -> None:
         self._differing.add(name)
-        what = f"output {index}"
-        self._player.differ(Difference(self._number, None, what, name, str(recorded), str(own)))
+        subject = f"output {index}"
+        self._player.differ(
+            Difference(self._number, None, subject, name, str(recorded), str(replayed))
+        )
 
     def _force(self, name: str, tokens: list[int]) -> None:
         self._core.abort_requests([name])

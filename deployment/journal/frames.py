@@ -116,7 +116,7 @@ class JournalReader:
         left = size - self.offset
         if left < FRAME_BYTES:
             raise self._wrong(f"expected a frame of {FRAME_BYTES} bytes or more, {left} are left")
-        length, checksum, found = _FRAME.unpack(file.read(FRAME_BYTES))
+        length, checksum, frame_number = _FRAME.unpack(file.read(FRAME_BYTES))
         if length > MOST_BYTES:
             raise self._wrong(f"expected a frame of at most {MOST_BYTES} bytes, got {length}")
         if length > left - FRAME_BYTES:
@@ -125,10 +125,10 @@ class JournalReader:
                 "cut, or its writer was killed"
             )
         payload = file.read(length)
-        if zlib.crc32(payload, zlib.crc32(_NUMBER.pack(found))) != checksum:
+        if zlib.crc32(payload, zlib.crc32(_NUMBER.pack(frame_number))) != checksum:
             raise self._wrong(f"expected the checksum {checksum:08x}, the frame has another one")
-        if found != number:
-            raise self._wrong(f"expected frame {number}, got frame {found}")
+        if frame_number != number:
+            raise self._wrong(f"expected frame {number}, got frame {frame_number}")
         try:
             record: Record = self._decoder.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as cause:
@@ -146,7 +146,9 @@ class JournalReader:
         try:
             return compact.expand(event)
         except ValueError as cause:
-            raise self._wrong(f"expected an event that fits those before it: {cause}") from cause
+            raise self._wrong(
+                f"expected an event that fits the events before it: {cause}"
+            ) from cause
 
-    def _wrong(self, what: str) -> JournalError:
-        return JournalError(f"journal {str(self.path)!r}: offset {self.offset}: {what}")
+    def _wrong(self, problem: str) -> JournalError:
+        return JournalError(f"journal {str(self.path)!r}: offset {self.offset}: {problem}")

@@ -25,16 +25,16 @@ def history(journal: Journal, name: str) -> Iterator[str]:
     now = start = journal.header.clock
     for number, record in enumerate(journal.records()):
         arrivals = [live.arrival for live in record.live] if isinstance(record, Keyframe) else ()
-        for found in _named(arrivals, name):
-            chosen.setdefault(found.request_id, _History())
+        for request in _named(arrivals, name):
+            chosen.setdefault(request.request_id, _History())
         if not isinstance(record, Event):
             continue
         for arrival in record.arrivals:
-            for found in _named([arrival], name):
-                chosen[found.request_id] = _History()
+            for request in _named([arrival], name):
+                chosen[request.request_id] = _History()
                 how = f"is refused: {record.failure.text}" if record.failure else "arrives"
                 place = _place(record.arrived(arrival, now) - start, number)
-                yield f"{place} {found.request_id} {how}, {_described(found)}"
+                yield f"{place} {request.request_id} {how}, {_described(request)}"
         now = record.clock[-1] if record.clock else now
         place = _place(now - start, number)
         for request_id, known in chosen.items():
@@ -50,7 +50,9 @@ def _place(seconds: float, number: int) -> str:
 
 def _named(arrivals: Sequence[Arrival], name: str) -> list[EngineCoreRequest]:
     requests = [request_of(arrival) for arrival in arrivals]
-    return [one for one in requests if name in (one.request_id, one.external_req_id)]
+    return [
+        request for request in requests if name in (request.request_id, request.external_req_id)
+    ]
 
 
 def _described(request: EngineCoreRequest) -> str:

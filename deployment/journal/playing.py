@@ -1,4 +1,4 @@
-"""Plays a journal back: an engine core gets what one got when it was recorded."""
+"""Replay of a journal: an engine core gets the recorded inputs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _MOVING_S = 0.02
 
 
 class Player:
-    """The tape that returns what was noted, and compares it with what there is.
+    """The tape that returns the recorded values, and compares them with the present ones.
 
     Attributes:
         difference: the first one.
@@ -89,7 +89,7 @@ class Player:
         self._number, self._event, self._next = number, event, {}
 
     def end(self) -> None:
-        """Compare what was taken from an event with what it has."""
+        """Compare the values taken from an event with all that it has."""
         if not self.is_exact:
             return
         if (plan := self._pop("plans")) is not None:
@@ -120,15 +120,15 @@ class Player:
 
     def clock(self, read: Callable[[], float]) -> float:  # noqa: ARG002
         """Return the next reading; after the last one, that again."""
-        found = self._pop("clock")
-        if found is not None:
-            self._now = found
+        reading = self._pop("clock")
+        if reading is not None:
+            self._now = reading
         return self._now
 
     def time(self, read: Callable[[], float]) -> float:
         """Return the next reading of the clock that measures steps."""
-        found: float | None = self._pop("times")
-        return read() if found is None else found
+        reading: float | None = self._pop("times")
+        return read() if reading is None else reading
 
     def gate(self, request_id: str, read: Callable[[], WaitReason | None]) -> WaitReason | None:
         """Return the noted answer of the gates of a request, once they would give it here."""
@@ -149,8 +149,8 @@ class Player:
             self._differs_for(request_id, "gate", "it may run", f"{type(error).__name__}: {error}")
             raise
         if not may_run:
-            own = f"after {_PATIENCE_S:g} s it waits"
-            self._differs_for(request_id, "gate", "it may run", own)
+            replayed = f"after {_PATIENCE_S:g} s it waits"
+            self._differs_for(request_id, "gate", "it may run", replayed)
         return None
 
     def matched(
@@ -158,25 +158,25 @@ class Player:
     ) -> tuple[int | None, bool]:
         """Return how many tokens a step part could load; it has to find as many here."""
         noted: tuple[int | None, bool] | None = self._pop("matched")
-        own = read()  # also where it was not known yet: the part begins to look
+        replayed = read()  # also where it was not known yet: the part begins to look
         if noted is None:
-            return own
+            return replayed
 
         def is_known() -> bool:
-            nonlocal own
-            own = read()
-            return own[0] is not None
+            nonlocal replayed
+            replayed = read()
+            return replayed[0] is not None
 
-        if noted[0] is not None and own[0] is None:
+        if noted[0] is not None and replayed[0] is None:
             self.wait(is_known)
-        if noted[0] is not None and own[0] != noted[0]:
-            self._differs_for(request_id, "loadable tokens", str(noted[0]), str(own[0]))
+        if noted[0] is not None and replayed[0] != noted[0]:
+            self._differs_for(request_id, "loadable tokens", str(noted[0]), str(replayed[0]))
         return noted
 
     def done(self, read: Callable[[], bool]) -> bool:
         """Return whether a result was there."""
-        found: bool | None = self._pop("done")
-        return read() if found is None else found
+        is_done: bool | None = self._pop("done")
+        return read() if is_done is None else is_done
 
     def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:  # noqa: ARG002
         """Return the noted answers of worker halves, once they give them here, or later ones."""
@@ -186,27 +186,27 @@ class Player:
         if not self.has_workers:
             return list(noted.answers)
         here = self._number, self._next["answers"] - 1
-        own: list[PartReplies] = []
+        replayed: list[PartReplies] = []
 
         def is_so_far() -> bool:
-            own[:] = [PartReplies.of(part, read(), noted.message)]
-            return own[0] == noted or self._last_answer(own[0]) > here
+            replayed[:] = [PartReplies.of(part, read(), noted.message)]
+            return replayed[0] == noted or self._last_answer(replayed[0]) > here
 
         if not self.wait(is_so_far, _PATIENCE_S):
-            what = f"answer of workers to the part {part!r}"
-            shown = [str(answer.answers)[:200] for answer in (noted, *own)]
-            self.differ(Difference(self._number, None, what, None, *shown))
+            subject = f"answer of workers to the part {part!r}"
+            shown = [str(answer.answers)[:200] for answer in (noted, *replayed)]
+            self.differ(Difference(self._number, None, subject, None, *shown))
         return list(noted.answers)
 
     def plan(self, plan: SchedulerOutput) -> None:
-        """Compare a plan with the one that was noted."""
+        """Compare a plan with the recorded one."""
         if not self.is_exact:
             return
         noted: PlanRecord | None = self._pop("plans")
-        own = plan_record(plan)
-        found = plan_difference(self._number, noted, own, self.reasons)
-        if found is not None:
-            self.differ(found)
+        replayed = plan_record(plan)
+        difference = plan_difference(self._number, noted, replayed, self.reasons)
+        if difference is not None:
+            self.differ(difference)
 
     def result(
         self, plan: SchedulerOutput, read: Callable[[], ModelRunnerOutput | None]
@@ -216,20 +216,20 @@ class Player:
             failure: Failure | None = self._pop("raised")
             if failure is not None:
                 return self._raised(plan, failure, read)
-        own = read()
-        if not isinstance(own, ModelRunnerOutput) or not self.is_exact:
-            return own
+        replayed = read()
+        if not isinstance(replayed, ModelRunnerOutput) or not self.is_exact:
+            return replayed
         noted: Result | None = self._pop("results")
         if noted is None:
             self.differ(Difference(self._number, plan.step, "result", own="a result"))
-            return own
-        mine = result_record(plan.step, own)
+            return replayed
+        mine = result_record(plan.step, replayed)
         if self.moves_blocks and noted.part_reports and noted.part_reports != mine.part_reports:
             time.sleep(_MOVING_S)
-        found = token_difference(self._number, noted, mine)
-        if found is not None and self.has_workers:
-            self.differ(found)
-        return with_noted(own, noted)
+        difference = token_difference(self._number, noted, mine)
+        if difference is not None and self.has_workers:
+            self.differ(difference)
+        return with_noted(replayed, noted)
 
     def _raised(
         self,
@@ -239,7 +239,7 @@ class Player:
     ) -> ModelRunnerOutput | None:
         recorded = f"{failure.kind}: {failure.text}"
         try:
-            own = read()
+            result = read()
         except BaseException as error:
             if type(error).__name__ != failure.kind:
                 self.differ(
@@ -251,10 +251,10 @@ class Player:
         self.differ(
             Difference(self._number, plan.step, "failure", recorded=recorded, own="a result")
         )
-        return own
+        return result
 
-    def _differs_for(self, request_id: str, what: str, recorded: str, own: str) -> None:
-        self.differ(Difference(self._number, None, what, request_id, recorded, own))
+    def _differs_for(self, request_id: str, subject: str, recorded: str, replayed: str) -> None:
+        self.differ(Difference(self._number, None, subject, request_id, recorded, replayed))
 
     def wait(self, is_so: Callable[[], bool], seconds: float = _PATIENCE_S) -> bool:
         """Wait until something is so; return whether it is."""
@@ -266,17 +266,17 @@ class Player:
         return True
 
 
-def with_noted(own: ModelRunnerOutput, noted: Result) -> ModelRunnerOutput:
+def with_noted(result: ModelRunnerOutput, noted: Result) -> ModelRunnerOutput:
     """Return a result with all that came from outside as it was noted."""
     assert isinstance(noted.tokens, dict)
-    own.sampled_token_ids = {name: list(tokens) for name, tokens in noted.tokens.items()}
-    own.part_reports = {part: dict(reports) for part, reports in noted.part_reports.items()}
-    own.part_faults = dict(noted.part_faults)
-    own.faults = {name: RequestFault(*fault) for name, fault in noted.faults.items()}
-    own.invalid_block_ids = frozenset(noted.invalid_block_ids)
-    own.is_cache_uncertain = noted.is_cache_uncertain
-    own.finishes = dict(noted.finishes)
-    return own
+    result.sampled_token_ids = {name: list(tokens) for name, tokens in noted.tokens.items()}
+    result.part_reports = {part: dict(reports) for part, reports in noted.part_reports.items()}
+    result.part_faults = dict(noted.part_faults)
+    result.faults = {name: RequestFault(*fault) for name, fault in noted.faults.items()}
+    result.invalid_block_ids = frozenset(noted.invalid_block_ids)
+    result.is_cache_uncertain = noted.is_cache_uncertain
+    result.finishes = dict(noted.finishes)
+    return result
 
 
 def _as_text(value: Any) -> str:
@@ -309,11 +309,11 @@ class PlayedInputs(EngineInputs):
         return functools.partial(self.player.clock, clock)
 
     def gates(self, gates: Gates) -> Gates:
-        """Return the gates, whose answers are those that were recorded."""
+        """Return the gates with the recorded answers."""
         return TapedGates(gates, self.player)
 
     def transfers(self, transfers: PartTransfers | None) -> BlockTransfers | None:
-        """Return the transfers, whose answers are those that were recorded."""
+        """Return the transfers with the recorded answers."""
         self.player.moves_blocks = transfers is not None
         return None if transfers is None else TapedTransfers(transfers, self.player)
 

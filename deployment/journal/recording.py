@@ -1,4 +1,4 @@
-"""Records what an engine core gets from outside (`engine.journal`)."""
+"""Recording of the inputs of an engine core (`engine.journal`)."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ from .writer import JournalWriter, RingWriter
 
 
 def journal_path(path: str, engine_index: int) -> Path:
-    """Return the file of an engine: those of further engines have their number in the name."""
+    """Return the file of an engine: further engines have their number in its name."""
     return Path(f"{path}.engine{engine_index}" if engine_index else path)
 
 
 class Recorder:
-    """The tape that notes what passes, call by call."""
+    """The tape that records values, call by call."""
 
     def __init__(self) -> None:
         """Note nothing yet: no call of the core is under way."""
@@ -111,21 +111,21 @@ class Recorder:
         read: Callable[[], tuple[int | None, bool]],
     ) -> tuple[int | None, bool]:
         """Note how many tokens a step part can load."""
-        found = read()
-        self._note("matched", found)
-        return found
+        num_tokens = read()
+        self._note("matched", num_tokens)
+        return num_tokens
 
     def done(self, read: Callable[[], bool]) -> bool:
         """Note whether a result is there."""
-        found = read()
-        self._note("done", found)
-        return found
+        is_done = read()
+        self._note("done", is_done)
+        return is_done
 
     def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:
         """Note the answers of worker halves."""
-        found = read()
-        self._note("answers", PartReplies.of(part, found, message_digest(message)))
-        return found
+        answers = read()
+        self._note("answers", PartReplies.of(part, answers, message_digest(message)))
+        return answers
 
     def plan(self, plan: SchedulerOutput) -> None:
         """Note a plan."""
@@ -134,7 +134,7 @@ class Recorder:
     def result(
         self, plan: SchedulerOutput, read: Callable[[], ModelRunnerOutput | None]
     ) -> ModelRunnerOutput | None:
-        """Note a result, or what was raised."""
+        """Note a result, or the error that was raised."""
         try:
             result = read()
         except BaseException as error:
@@ -208,9 +208,9 @@ class RecordedCore(EngineCore):
         event = Event("step")
 
         def taken() -> Sequence[str]:
-            found = late_aborts()
-            event.late_aborts.extend(found)
-            return found
+            request_ids = late_aborts()
+            event.late_aborts.extend(request_ids)
+            return request_ids
 
         self._recorder.begin(event)
         try:
@@ -268,7 +268,7 @@ class RecordedCore(EngineCore):
         frames = self._encoded(request, f"request {request.request_id!r}")
         return Arrival(request.request_id, frames, hashes is not None, arrived)
 
-    def _encoded(self, message: Any, what: str) -> list[bytes]:
+    def _encoded(self, message: Any, subject: str) -> list[bytes]:
         """Return the frames of a message.
 
         Raises:
@@ -277,7 +277,7 @@ class RecordedCore(EngineCore):
         try:
             return [bytes(frame) for frame in self._encoder.encode(message)]
         except WireError as cause:
-            raise RequestError(f"{what}: engine.journal cannot record it: {cause}") from None
+            raise RequestError(f"{subject}: engine.journal cannot record it: {cause}") from None
 
     def _keep(self, arrivals: list[Arrival]) -> None:
         if self._writer.has_keyframes:
@@ -330,7 +330,7 @@ class RecordedCore(EngineCore):
         return result
 
     def _note_change(self, action: Action, call: Event) -> None:
-        """Keep the calls of a live change for keyframes: it replaces those before it."""
+        """Keep the calls of a hot reconfiguration for keyframes: it replaces earlier ones."""
         if action in ("prepare", "undo"):
             self._changing = []
         self._changing.append(call)
@@ -363,9 +363,9 @@ def _recorded_utility(name: str) -> Callable[..., Any]:
 
     @functools.wraps(declared.run)
     def run(self: RecordedCore, *args: Any, **kwargs: Any) -> Any:
-        given = declared.by_position(args, kwargs)
+        arguments = declared.by_position(args, kwargs)
         call = functools.partial(declared.run, self, *args, **kwargs)
-        return self.record_call(name, call, given)
+        return self.record_call(name, call, arguments)
 
     return run
 
@@ -383,15 +383,15 @@ class RecordedInputs(EngineInputs):
         self._build = build_of(spec)
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
-        """Return the clock, whose readings are recorded."""
+        """Return the clock with its readings recorded."""
         return functools.partial(self._recorder.clock, clock)
 
     def gates(self, gates: Gates) -> Gates:
-        """Return the gates, whose answers are recorded."""
+        """Return the gates with their answers recorded."""
         return TapedGates(gates, self._recorder)
 
     def transfers(self, transfers: PartTransfers | None) -> BlockTransfers | None:
-        """Return the transfers, whose answers are recorded."""
+        """Return the transfers with their answers recorded."""
         return None if transfers is None else TapedTransfers(transfers, self._recorder)
 
     def core(self, parts: EngineCoreParts) -> EngineCore:

@@ -1,4 +1,4 @@
-"""The records of a journal: what its frames hold, as msgpack. Field order is part of the format."""
+"""The records of a journal, as msgpack in its frames. Field order is part of the format."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A plan, without what follows from the requests; see `SchedulerOutput`.
+    """A plan without the fields that follow from the requests; see `SchedulerOutput`.
 
     Attributes:
         scheduled: tokens by request id; None in a file where they are those of the plan before.
@@ -255,7 +255,7 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
 
 
 def is_poll(method: str, arguments: Sequence[Any]) -> bool:
-    """Return whether a control call asks if what other threads or processes do is done.
+    """Return whether a control call polls for work of other threads or processes.
 
     Such calls change nothing, so that a replay makes them when, and as often as, it has to.
     """
@@ -263,7 +263,7 @@ def is_poll(method: str, arguments: Sequence[Any]) -> bool:
 
 
 def what_returned(method: str, arguments: Sequence[Any], result: Any) -> bool | None:
-    """Return whether what a control call asked for was there; see `Event.returned`."""
+    """Return whether a control call returned the value that it polls for; see `Event.returned`."""
     if method == "call_part":
         return result is not None
     if not is_poll(method, arguments):
@@ -291,7 +291,7 @@ class LiveState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Keyframe(msgspec.Struct, frozen=True, array_like=True, tag="keyframe"):
-    """A state from which a replay can begin: live requests with what they have generated.
+    """A state from which a replay can begin: live requests with their generated tokens.
 
     Attributes:
         event: number of events before it.
@@ -375,7 +375,7 @@ def result_record(step: int, result: ModelRunnerOutput) -> Result:
 
 
 class Compact:
-    """Leaves out of plans and results what the ones before had; `expand` puts it back."""
+    """Leaves out repeated fields of plans and results; `expand` puts them back."""
 
     def __init__(self) -> None:
         self._scheduled: dict[str, int] = {}

@@ -24,7 +24,7 @@ from .run import Journal, ReplayReport, Run, open_played, replay_config
 
 
 class NoWorkers(Executor):
-    """An executor without workers: results are those of a journal."""
+    """An executor without workers, with the results of a journal."""
 
     contract = 2
 
@@ -92,15 +92,15 @@ def replan(
     report, number = _planned(journal, policy, until)
     if report.difference is None or number is None:
         return report
-    found = report.difference
-    before, _ = _planned(journal, None, found.step, asked=found.request_id)
+    difference = report.difference
+    before, _ = _planned(journal, None, difference.step, request_id=difference.request_id)
     if before.difference is not None and not anyway:
         raise JournalError(
             f"journal {str(journal.path)!r}: its own policy plans otherwise here, too:\n"
             f"{before.difference}"
         )
-    why = f"{policy}: {found.why or NOT_CONSIDERED}; as recorded: {before.notes[-1]}"
-    report.difference = msgspec.structs.replace(found, why=why)
+    why = f"{policy}: {difference.why or NOT_CONSIDERED}; as recorded: {before.notes[-1]}"
+    report.difference = msgspec.structs.replace(difference, why=why)
     return report
 
 
@@ -120,12 +120,12 @@ def _check(journal: Journal) -> None:
 
 
 def _planned(
-    journal: Journal, policy: str | None, until: int | None, asked: str | None = None
+    journal: Journal, policy: str | None, until: int | None, request_id: str | None = None
 ) -> tuple[ReplayReport, int | None]:
-    """Plan the steps with a policy; return what was found, and the number of the last event.
+    """Plan the steps with a policy; return the report, and the number of the last event.
 
     Without a policy, it is the one that was recorded, changes included; the last note is then why
-    the request `asked` ran in the last step, or did not.
+    the request `request_id` ran in the last step, or did not.
     """
     player = Player(journal.header.clock)
     player.has_workers = False
@@ -144,7 +144,7 @@ def _planned(
     finally:
         close()
     if policy is None:
-        report.notes.append(player.why(asked))
+        report.notes.append(player.why(request_id))
     return report, number
 
 

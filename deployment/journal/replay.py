@@ -37,18 +37,18 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
     """
     journal = Journal(path, until_damage=anyway)
     player = Player(journal.header.clock, journal.last_answer)
-    found: list[str] = []
+    problems: list[str] = []
 
     def check(inputs: PlayedInputs) -> None:
-        found.extend(mismatches(journal.header, inputs))
-        if found and not anyway:
+        problems.extend(mismatches(journal.header, inputs))
+        if problems and not anyway:
             raise JournalError(
-                f"journal {str(path)!r}: it was recorded by something else: {'; '.join(found)}. "
+                f"journal {str(path)!r}: it was recorded by something else: {'; '.join(problems)}. "
                 "Its tokens may be others here: --anyway replays it and shows where they differ"
             )
         if isinstance(next(journal.records(), None), Keyframe):
-            found.append("it begins at a keyframe: plans are not compared")
-        player.is_exact = not found
+            problems.append("it begins at a keyframe: plans are not compared")
+        player.is_exact = not problems
 
     core, close = open_played(journal, player, check)
     try:
@@ -58,7 +58,7 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
             report = ForcedRun(core, player, journal).run(journal, until)
     finally:
         close()
-    report.notes[:0] = found
+    report.notes[:0] = problems
     if report.is_same and until is None:
         report.notes += _early_end(journal)
     return report
@@ -84,7 +84,7 @@ def _exactly(journal: Journal, core: EngineCore, player: Player, until: int | No
 
 
 def mismatches(header: JournalHeader, inputs: PlayedInputs) -> Iterator[str]:
-    """Yield what is not as it was when a journal was recorded, each as a part of a sentence."""
+    """Yield the differences from the recorded program, each as a part of a sentence."""
     for name in header.build.__struct_fields__:
         recorded, here = getattr(header.build, name), getattr(inputs.build, name)
         if recorded != here:
@@ -92,30 +92,31 @@ def mismatches(header: JournalHeader, inputs: PlayedInputs) -> Iterator[str]:
     if header.model != inputs.model:
         yield f"the model's files have the fingerprint {header.model}, here {inputs.model}"
     recorded_plugins = _computing(header.manifest)
-    own = _computing(inputs.spec.plugins.manifest)
-    for key in recorded_plugins.keys() | own.keys():
-        first, second = recorded_plugins.get(key), own.get(key)
+    replayed_plugins = _computing(inputs.spec.plugins.manifest)
+    for key in recorded_plugins.keys() | replayed_plugins.keys():
+        first, second = recorded_plugins.get(key), replayed_plugins.get(key)
         kind, name, _ = key
         shown = [
-            f"{one.distribution} {one.version}" if one else "not enabled" for one in (first, second)
+            f"{entry.distribution} {entry.version}" if entry else "not enabled"
+            for entry in (first, second)
         ]
         if shown[0] != shown[1]:
             yield f"plugin {name!r} ({kind}): {shown[0]}, here {shown[1]}"
 
 
 def _computing(manifest: Manifest) -> dict[tuple[str, str, str], PluginEntry]:
-    """Return the plugins that tokens may depend on: not those of the frontend, nor publishers.
+    """Return the plugins that tokens may depend on: without frontend plugins and publishers.
 
     Keys are kind, name and, of a third party's, the value: modules of built-ins may move.
     """
-    found = {}
+    entries = {}
     for entry in manifest.tree():
         kind = KINDS.get(entry.kind)  # None: a kind of another Hardpoint
         frontend = kind is not None and kind.processes == (Process.FRONTEND,)
         if not frontend and entry.kind not in ("kv_event_publishers", "hooks"):
             value = entry.value if is_third_party(entry) else ""
-            found[entry.kind, entry.name, value] = entry
-    return found
+            entries[entry.kind, entry.name, value] = entry
+    return entries
 
 
 class JournalFile:
@@ -126,7 +127,7 @@ class JournalFile:
     """
 
     def __init__(self, path: Path | str, *, anyway: bool = False) -> None:
-        """Name the file; what is called reads it.
+        """Name the file; its methods read it.
 
         Args:
             anyway: whether to use what is before damage, and what another build, model or set of

@@ -134,7 +134,7 @@ class Journal:
         return config.kv_cache.block_size
 
     def records(self) -> Iterator[Record]:
-        """Yield what follows the header, up to the end.
+        """Yield the records after the header, up to the end.
 
         Raises:
             JournalError: it is damaged; names the offset.
@@ -178,7 +178,7 @@ class Journal:
 
 
 def replay_config(header: JournalHeader) -> EngineConfig:
-    """Return the configuration of a replay: that of the engine, in this process, with no sinks."""
+    """Return the configuration of a replay: the recorded one, in this process, without sinks."""
     try:
         config = typed.convert(header.config, EngineConfig, path="", error=JournalError)
     except JournalError as cause:
@@ -208,9 +208,9 @@ def replay_config(header: JournalHeader) -> EngineConfig:
 def _names_of(header: JournalHeader, kinds: Collection[str]) -> set[str]:
     entries = list(header.manifest.tree())
     others = {entry.name for entry in entries if entry.kind not in kinds}
-    own = [entry for entry in entries if entry.kind in kinds]
-    names = {entry.name for entry in own} - others
-    return names.union(*({f"{entry.kind}/{entry.name}", entry.value} for entry in own))
+    named = [entry for entry in entries if entry.kind in kinds]
+    names = {entry.name for entry in named} - others
+    return names.union(*({f"{entry.kind}/{entry.name}", entry.value} for entry in named))
 
 
 def _without(table: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
@@ -223,7 +223,7 @@ def open_played(
     check: Callable[[PlayedInputs], None],
     config: EngineConfig | None = None,
 ) -> tuple[EngineCore, Callable[[], None]]:
-    """Build the engine of a journal; return its core, and what closes it.
+    """Build the engine of a journal; return its core, and a function that closes it.
 
     Args:
         journal: the journal.
@@ -255,7 +255,7 @@ class Run:
     """Calls an engine core by the events of a journal."""
 
     def __init__(self, core: EngineCore, player: Player, report: ReplayReport) -> None:
-        """Call `core`, whose tape is `player`."""
+        """Call `core`, which has the tape `player`."""
         self._core, self._player, self._report = core, player, report
         self._arguments: Decoder[list[Any]] = Decoder(list[Any])
         self._answered: set[tuple[bytes, ...]] = set()  # calls of parts, sooner than recorded
@@ -296,14 +296,14 @@ class Run:
         return True
 
     def compare_failures(self, number: int, event: Event, failure: Exception | None) -> None:
-        """Compare what a call raised with what it raised when it was recorded."""
+        """Compare the error of a call with the recorded one."""
         recorded = None if event.failure is None else event.failure.kind
-        own = None if failure is None else type(failure).__name__
-        if recorded != own:
+        replayed = None if failure is None else type(failure).__name__
+        if recorded != replayed:
             first = "none" if event.failure is None else f"{recorded}: {event.failure.text}"
-            second = "none" if failure is None else f"{own}: {failure}"
-            what = f"error of the call {event.method or event.call!r}"
-            self._player.differ(Difference(number, None, what, recorded=first, own=second))
+            second = "none" if failure is None else f"{replayed}: {failure}"
+            subject = f"error of the call {event.method or event.call!r}"
+            self._player.differ(Difference(number, None, subject, recorded=first, own=second))
 
     def call(self, event: Event) -> None:
         """Make the call of an event.
@@ -342,7 +342,7 @@ class Run:
         return request, hashes, arrival.arrived
 
     def _control(self, event: Event) -> None:
-        """Make a control call. Where a poll ended, what it asked for is awaited here, too.
+        """Make a control call. If a poll ended in the recording, wait for its end here, too.
 
         Polls of a keyframe do not have what they returned; the last of them had ended.
 
@@ -360,7 +360,7 @@ class Run:
             call()
 
     def _call_part(self, event: Event, call: Callable[[], Any]) -> None:
-        """Call a step part, which may have what is polled for sooner here, or later."""
+        """Call a step part, which may have its polled result sooner here, or later."""
         arguments = tuple(event.arguments)
         if arguments in self._answered:
             if event.returned:
@@ -386,7 +386,7 @@ class Run:
 
 
 def failure_of(call: Callable[[], None]) -> Exception | None:
-    """Make a call; return what it raised.
+    """Make a call; return the error that it raised.
 
     Raises:
         JournalError: the journal has something else than a call.

@@ -59,7 +59,7 @@ class Tape(Protocol):
 
 
 class TapedGates:
-    """The gates of step parts, whose answers pass a tape; see `Gates` of the contract."""
+    """The gates of step parts, with answers that pass a tape; see `Gates` of the contract."""
 
     def __init__(self, gates: Gates, tape: Tape) -> None:
         self._gates, self._tape = gates, tape
@@ -72,7 +72,7 @@ class TapedGates:
 
 
 class TapedTransfers:
-    """The loads and saves of a step part, whose answers pass a tape; see `BlockTransfers`."""
+    """The loads and saves of a step part, with answers that pass a tape; see `BlockTransfers`."""
 
     def __init__(self, transfers: PartTransfers, tape: Tape) -> None:
         self._transfers, self._tape = transfers, tape
@@ -119,7 +119,7 @@ class TapedFuture(Future[Any]):
 
 
 class TapedExecutor(Executor):
-    """An executor whose plans and results pass a tape."""
+    """An executor with plans and results that pass a tape."""
 
     contract = 2
 
@@ -129,7 +129,7 @@ class TapedExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Those of the executor."""
+        """Largest number of in-flight batches of the executor."""
         return self._inner.max_concurrent_batches
 
     def start(self) -> Sequence[WorkerInfo]:

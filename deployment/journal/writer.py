@@ -29,7 +29,7 @@ _KEYFRAMES = 4
 
 
 class JournalWriter:
-    """Writes a whole journal. Records are those of one thread at a time.
+    """Writer of a whole journal. Records come from one thread at a time.
 
     A disk that is full or too slow ends the journal, never the engine.
     """
@@ -37,7 +37,7 @@ class JournalWriter:
     has_keyframes = is_due = False  # it begins at its begin
 
     def __init__(self, path: Path, most_bytes: int, header: JournalHeader) -> None:
-        """Create the file; one that is there becomes `<name>.previous`.
+        """Create the file; an existing one becomes `<name>.previous`.
 
         Args:
             path: path of the file.
@@ -183,12 +183,12 @@ class RingWriter:
             self._sizes.popleft()
 
     def sync(self) -> None:
-        """Write what is kept into the file: a step has failed."""
+        """Write the pending records into the file: a step has failed."""
         self._dump("a step failed")
         _log.warning("the journal %s ends here: %s", self._path, self.why_over)
 
     def close(self, reason: str) -> None:
-        """Write what is kept into the file."""
+        """Write the pending records into the file."""
         if not self.why_over:
             self._dump(reason)
 

@@ -74,11 +74,11 @@ class AsyncEngine(WatchedEngine):
         async def submit(read: Sequence[GivenPrompt | None], arrived: float) -> list[Submission]:
             nonlocal collector  # outputs of a first attempt do not belong to the second one
             collector = RequestOutputCollector()
-            one = self._frontend.submitter.submit(
+            submission = self._frontend.submitter.submit(
                 name, prompt, params, extras, sink=collector.put, given=read[0], arrived=arrived
             )
-            collector.kind = one.children[0].params.output_kind
-            return [one]
+            collector.kind = submission.children[0].params.output_kind
+            return [submission]
 
         await self._ready()
         name = self._named(request_id)
@@ -120,22 +120,28 @@ class AsyncEngine(WatchedEngine):
         async def submit(read: Sequence[GivenPrompt | None], arrived: float) -> list[Submission]:
             nonlocal collector
             collector, submitter = CallCollector(len(prompts)), self._frontend.submitter
-            found: list[Submission] = []
+            submissions: list[Submission] = []
             try:
-                for index, (prompt, given) in enumerate(zip(prompts, read, strict=True)):
+                for index, (prompt, given_prompt) in enumerate(zip(prompts, read, strict=True)):
                     await _let_others_run(index)
                     name, sink = names[index], collector.sink(index)
-                    found.append(
+                    submissions.append(
                         submitter.submit(
-                            name, prompt, params, extras, sink=sink, given=given, arrived=arrived
+                            name,
+                            prompt,
+                            params,
+                            extras,
+                            sink=sink,
+                            given=given_prompt,
+                            arrived=arrived,
                         )
                     )
             except BaseException as error:
-                self._frontend.forget([one.parent.internal_id for one in found])
+                self._frontend.forget([submission.parent.internal_id for submission in submissions])
                 if isinstance(error, HardpointError):
-                    raise named(error, len(found)) from error
+                    raise named(error, len(submissions)) from error
                 raise
-            return found
+            return submissions
 
         await self._ready()
         names = [self._named(request_id) for _ in prompts]
@@ -164,11 +170,11 @@ class AsyncEngine(WatchedEngine):
         Raises:
             RequestError: it is malformed.
         """
-        given = await self._tokenizer.read(prompt)
-        return [] if given is None else list(given.token_ids)
+        given_prompt = await self._tokenizer.read(prompt)
+        return [] if given_prompt is None else list(given_prompt.token_ids)
 
     def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
-        """Call the hook; return what plugins add to a server, in order of enabling.
+        """Call the hook; return the server extensions of plugins, in order of enabling.
 
         Raises:
             PluginFaultError, PluginContractError: a plugin failed, or returned something else.
@@ -229,7 +235,9 @@ class AsyncEngine(WatchedEngine):
             self._forget(submissions, FinishReason.ERROR)
             raise
         # Those that ended while the others waited to be sent were aborted too early.
-        self._send_aborts([one for one in ids if not self._frontend.output.is_live(one)])
+        self._send_aborts(
+            [request_id for request_id in ids if not self._frontend.output.is_live(request_id)]
+        )
 
     def _end_expired(self) -> None:
         super()._end_expired()
@@ -287,17 +295,17 @@ class AsyncEngine(WatchedEngine):
         reasons = await EngineUtilities.why_waiting.call_async(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
-    async def change(self, asked: ChangeRequest) -> Manifest:
+    async def change(self, request: ChangeRequest) -> Manifest:
         """Change plugins or settings while requests run, as `LLMEngine.change` does.
 
         Cancelling the task does not end a change that has begun.
         """
         await self._ready()
-        return await asyncio.shield(asyncio.ensure_future(self._run_change(asked)))
+        return await asyncio.shield(asyncio.ensure_future(self._run_change(request)))
 
-    async def _run_change(self, asked: ChangeRequest) -> Manifest:
+    async def _run_change(self, request: ChangeRequest) -> Manifest:
         async with contextlib.AsyncExitStack() as stack:
-            steps, change = stack.enter_context(self._changes.begin(asked))
+            steps, change = stack.enter_context(self._changes.begin(request))
             answer: list[str] | BaseException | None = None
             while (action := next_of(steps, answer)) is not None:
                 if action == "commit":  # no request is sent before the frontend has switched
@@ -313,9 +321,9 @@ class AsyncEngine(WatchedEngine):
                     answer = error
         return change.manifest
 
-    async def follow_change(self, asked: ChangeRequest) -> None:
+    async def follow_change(self, request: ChangeRequest) -> None:
         """Prepare a change that the owner of the engines runs; `finish_change` is to follow."""
-        self._changes.follow(asked)
+        self._changes.follow(request)
         while not self._changes.is_prepared():
             await asyncio.sleep(_POLL_CHANGE_S)
 

@@ -27,7 +27,7 @@ class CacheChangeLog:
         self._removed: set[bytes] = set()
 
     def add(self, events: Sequence[KVEvent]) -> None:
-        """Add events, in their order; those of tiers and of other groups are left out."""
+        """Add events, in their order, without events of tiers and of other groups."""
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self._reset()
@@ -43,7 +43,7 @@ class CacheChangeLog:
             lost -= keys
 
     def pop(self) -> KVCacheChanges | None:
-        """Return the changes since the last call, as those of one step; None if there are none."""
+        """Return the changes since the last call, as of one step; None if there are none."""
         if not (self._cleared or self._stored or self._removed):
             return None
         number = self._next
@@ -59,7 +59,7 @@ class CacheChangeLog:
         return changes
 
     def all_of(self, hashes: Iterable[bytes]) -> KVCacheChanges:
-        """Return all blocks as one change, which those that `pop` returns from now on continue.
+        """Return all blocks as one change; later results of `pop` continue it.
 
         Args:
             hashes: those of the blocks that can be found, in the order in which they were cached;

@@ -36,7 +36,7 @@ class EngineHost(Protocol):
 
     @property
     def sentinels(self) -> Sequence[int]:
-        """Descriptors of which one becomes readable when `failure` may return an error."""
+        """Descriptors; if `failure` may return an error, one of them is readable."""
 
     @property
     def has_ended(self) -> bool:
@@ -48,7 +48,7 @@ class EngineHost(Protocol):
 
     @property
     def was_killed(self) -> bool:
-        """Whether something outside ended it, so that what ran is not to blame."""
+        """Whether something outside ended it, so that its code is not to blame."""
 
     def launch(self, launch: ChildLaunch) -> None:
         """Send the launch, once; return before the engine is ready."""
@@ -71,7 +71,7 @@ class EngineProcess(ChildProcess):
     """
 
     is_remote = False
-    what = "engine process"
+    title = "engine process"
     run = "hardpoint.process.engine.run:run_engine"
     activity: Activity | None = None
 
@@ -91,5 +91,5 @@ class EngineProcess(ChildProcess):
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal that others send ended it, so that what ran is not to blame."""
+        """Whether another process's signal ended it, so that its code is not to blame."""
         return was_killed(self.returncode)

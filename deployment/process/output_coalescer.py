@@ -83,7 +83,7 @@ def _copy(output: EngineCoreOutput) -> EngineCoreOutput:
 
 
 def merge_into(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
-    """Add a later output of the same request to `held`, whose lists are changed in place."""
+    """Add a later output of the same request to `held`; changes its lists in place."""
     held.new_token_ids += later.new_token_ids
     held.logprobs = _extended(held.logprobs, later.logprobs)
     held.prompt_logprobs = _extended(held.prompt_logprobs, later.prompt_logprobs)
@@ -99,8 +99,8 @@ def merge_into(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
     if later.part_arrays is not None:
         held.part_arrays = held.part_arrays or {}
         for part, arrays in later.part_arrays.items():
-            own = held.part_arrays.setdefault(part, {})
-            own.update({key: [*own.get(key, ()), *new] for key, new in arrays.items()})
+            merged = held.part_arrays.setdefault(part, {})
+            merged.update({key: [*merged.get(key, ()), *new] for key, new in arrays.items()})
     held.num_nans_in_logits += later.num_nans_in_logits
     held.num_resumes = later.num_resumes
     if held.routed_experts is None:

@@ -100,11 +100,11 @@ class RequestType(bytes, Enum):
         Raises:
             WireError: it is unknown.
         """
-        found = _FROM_WIRE.get(bytes(frame[:2]))
-        if found is None:
+        request_type = _FROM_WIRE.get(bytes(frame[:2]))
+        if request_type is None:
             known = ", ".join(f"{kind.hex()} ({kind.name})" for kind in _FROM_WIRE.values())
             raise WireError(f"request type: expected one of {known}, got {_hex(frame)}")
-        return found
+        return request_type
 
 
 _FROM_WIRE = {bytes(kind): kind for kind in RequestType}

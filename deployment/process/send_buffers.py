@@ -12,7 +12,7 @@ COPY_BELOW = 1 << 18
 
 
 def to_frames(buffers: Sequence[Any], copy_below: int = COPY_BELOW) -> list[zmq.Frame]:
-    """Return frames to send with `copy=False`; ZMQ keeps alive what it does not copy.
+    """Return frames to send with `copy=False`; ZMQ keeps alive the buffers that it does not copy.
 
     Keep no frame after sending it: it holds its buffer.
 
@@ -72,7 +72,7 @@ class SendTracker:
         return self._free.pop() if self._free else bytearray()
 
     def frames(self, buffers: Sequence[Any], reuse: bytearray) -> list[zmq.Frame]:
-        """Return frames to send, as `to_frames` does, of a message whose main frame is `reuse`.
+        """Return frames to send, as `to_frames` does, of a message with the main frame `reuse`.
 
         Args:
             buffers: `reuse`, which came from `buffer`, and the further frames.

@@ -28,7 +28,7 @@ _METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
 
 
 def server_extensions(hooks: HookSet, server: ServerContext) -> list[InstalledExtension]:
-    """Call the hook; return what plugins add to a server, in order of enabling.
+    """Call the hook; return the server extensions of plugins, in order of enabling.
 
     Raises:
         PluginFaultError: naming the plugin whose implementation failed; the cause is chained.
@@ -113,9 +113,11 @@ def _route_problems(route: Route) -> Iterator[str]:
     if isinstance(types, str) or not types or any(t != str(t).lower() for t in types):
         yield f"body_types: expected media types in lower case, got {shown(types)}"
     for field in ("request_type", "response_type"):
-        given = getattr(route, field)
-        if given is not None and not (inspect.isclass(given) and issubclass(given, msgspec.Struct)):
-            yield f"{field}: expected a class that derives from msgspec.Struct, got {shown(given)}"
+        struct = getattr(route, field)
+        if struct is not None and not (
+            inspect.isclass(struct) and issubclass(struct, msgspec.Struct)
+        ):
+            yield f"{field}: expected a class that derives from msgspec.Struct, got {shown(struct)}"
 
 
 def _transform_problems(transform: Transform) -> Iterator[str]:

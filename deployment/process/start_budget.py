@@ -33,7 +33,7 @@ class StartBudget:
     """
 
     def __init__(self, limit_s: float) -> None:
-        """Begin; the calling thread is the one that starts the engine."""
+        """Begin; the calling thread starts the engine."""
         self.limit_s = limit_s
         self._began = time.monotonic()
         self._thread = threading.get_ident()
@@ -79,7 +79,7 @@ def _place(frame: FrameType) -> str:
     frames = [frame]
     while (caller := frames[-1].f_back) is not None:
         frames.append(caller)
-    files = [one.f_code.co_filename for one in frames]
+    files = [caller_frame.f_code.co_filename for caller_frame in frames]
     outermost = max((i for i, file in enumerate(files) if file.startswith(_PACKAGE)), default=0)
     slow = next((i for i, file in enumerate(files[:outermost]) if _is_foreign(file)), 0)
     code = frames[slow].f_code

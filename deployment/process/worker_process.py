@@ -53,14 +53,14 @@ class _ChildWorker(ChildProcess):
         rank: rank of the worker.
     """
 
-    what = "worker process"
+    title = "worker process"
     run = "hardpoint.process.worker_process:run_worker_process"
     keeps_output = True
     rank = 0
 
     @property
     def label(self) -> str:
-        return f"{self.what} of rank {self.rank} (pid {self.pid})"
+        return f"{self.title} of rank {self.rank} (pid {self.pid})"
 
 
 class LaunchedWorker:
@@ -113,7 +113,7 @@ class LaunchedWorker:
             raise
 
     def sentinels(self) -> list[int]:
-        """Return descriptors of which one is readable when `failure` may return an error."""
+        """Return descriptors; if `failure` may return an error, one of them is readable."""
         return self._child.sentinels
 
     def failure(self) -> HardpointError | None:

@@ -59,16 +59,16 @@ def make_socket_folder() -> Path:
 
 
 def end_context(
-    context: zmq.Context[zmq.Socket[bytes]], what: str, timeout_s: float = _END_S
+    context: zmq.Context[zmq.Socket[bytes]], owner: str, timeout_s: float = _END_S
 ) -> bool:
-    """End a context whose sockets are closed, each by its owner; return whether it has ended.
+    """End a context after its owners closed its sockets; return whether it has ended.
 
     If it does not end in time, its threads and descriptors are left to it, which is logged: what
     comes after must not wait for it.
 
     Args:
         context: the context.
-        what: names its sockets in the log.
+        owner: names its sockets in the log.
         timeout_s: seconds, more than the sockets linger.
     """
     ending = threading.Thread(target=context.term, name="ZMQContextEnd", daemon=True)
@@ -78,7 +78,7 @@ def end_context(
         _log.error(
             "%s were closed, and libzmq has not released them within %g s; their threads and "
             "descriptors stay with this process (pid %d) until it ends",
-            what,
+            owner,
             timeout_s,
             os.getpid(),
         )
@@ -105,14 +105,12 @@ def _private_folder(base: str) -> Path:
     except UnicodeEncodeError:
         raise _UnfitError("is no valid Unicode") from None
     if length > _PATH_LIMIT:
-        raise _UnfitError(
-            f"makes socket paths of {length} bytes, of which a system allows {_PATH_LIMIT}"
-        )
+        raise _UnfitError(f"makes socket paths of {length} bytes; a system allows {_PATH_LIMIT}")
     folder = tempfile.mkdtemp(prefix="hardpoint-", dir=base)
     try:
         os.chmod(folder, 0o700)  # a umask may have taken the owner's permissions too
-        found = os.lstat(folder)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        status = os.lstat(folder)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
             raise _UnfitError("keeps no owners and permissions, so that others could open it")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -44,13 +44,15 @@ def app(args: Mapping[str, Any]) -> ray_serve.Application:
     Raises:
         ConfigError: an argument, or the configuration, is wrong.
     """
-    given = dict(args)
-    path, model = given.pop("config", None), given.pop("model", None)
+    options = dict(args)
+    path, model = options.pop("config", None), options.pop("model", None)
     config, sources = load_config(path, settings=[], model=model)
     owned = collect_commands(config, sources).get(_COMMAND)
     if owned is None or owned.command.application is None:
-        raise ConfigError("plugins: expected the command 'serve', whose application this is")
-    return bound(config, sources, owned.command.application, options_of(given, "app"))
+        raise ConfigError(
+            "plugins: expected the command 'serve', which this application belongs to"
+        )
+    return bound(config, sources, owned.command.application, options_of(options, "app"))
 
 
 def bound(
@@ -144,7 +146,7 @@ def serve(
     config: EngineConfig,
     config_sources: ConfigSources,
     application: MakeApplication,
-    given: Mapping[str, Any],
+    ray_options: Mapping[str, Any],
     address: tuple[str, int],
     *,
     announces: bool = True,
@@ -156,14 +158,14 @@ def serve(
 
     Args:
         application: makes the ASGI application.
-        given: RayServeOptions, by name.
+        ray_options: RayServeOptions, by name.
         address: the host and port at which each node with a replica listens.
         announces: whether to print where it serves.
 
     Raises:
         ConfigError: an option or the configuration is wrong.
     """
-    options = options_of(given, "--ray")
+    options = options_of(ray_options, "--ray")
     made = bound(config, config_sources, application, options)
     ended = threading.Event()
     ray.init(log_to_driver=announces, configure_logging=False)

@@ -12,7 +12,7 @@ _MOST_RUNNING = 0.9
 
 
 class WaitingPromptWork:
-    """The autoscaling policy of engines; Serve applies bounds and delays to what it returns."""
+    """The autoscaling policy of engines; Serve applies bounds and delays to its result."""
 
     def __init__(self, waiting_seconds: float) -> None:
         """`waiting_seconds` of work may wait for each engine."""

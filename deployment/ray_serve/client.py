@@ -40,7 +40,7 @@ class LastActivity(Activity):
         self._last = Snapshot()
 
     def set(self, in_step: frozenset[str] | None, call: PluginCall | None) -> None:
-        """Take over what was reported."""
+        """Take over the report."""
         self._last = Snapshot(call=call, in_step=in_step)
 
     def snapshot(self) -> Snapshot:
@@ -166,7 +166,9 @@ class ServeClient(OneEngine, UtilityCalls):
                         self._died(item)
                         return
                     outputs = decoded(item, EngineCoreOutputs)
-                    run.waiting -= {one.request_id for one in outputs.outputs if one.finished}
+                    run.waiting -= {
+                        output.request_id for output in outputs.outputs if output.finished
+                    }
                     run.waiting -= outputs.finished_requests or set()
                     self._sink(outputs)
         except (RayError, EngineDeadError) as error:
@@ -187,7 +189,7 @@ class ServeClient(OneEngine, UtilityCalls):
                     del self._runs[request_id]
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests without waiting: a call of which all have ended is cancelled."""
+        """End requests without waiting: a call without other requests is cancelled."""
         others: list[str] = []
         for request_id in request_ids:
             with self._lock:

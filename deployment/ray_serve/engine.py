@@ -53,7 +53,7 @@ class _Run:
 
     def put(self, outputs: EngineCoreOutputs) -> None:
         self._outputs.put(outputs)
-        self.waiting -= {one.request_id for one in outputs.outputs if one.finished}
+        self.waiting -= {output.request_id for output in outputs.outputs if output.finished}
         self.waiting -= outputs.finished_requests or set()
         self._changed.set()
 
@@ -73,7 +73,7 @@ class _Run:
 
 
 class EngineReplica:
-    """Starts an engine process as the ingress asks for, and hands on what both send.
+    """Starts an engine process as the ingress asks for, and hands on the messages of both.
 
     All calls come in one event loop; the first argument is for the router.
     """
@@ -95,7 +95,7 @@ class EngineReplica:
         """Do nothing; the router of the caller reports the replicas to it."""
 
     async def open(self, _: Address, launch: EngineLaunch) -> EngineOpened | Failed:
-        """Start an engine; one that runs already ends."""
+        """Start an engine; a running one ends."""
         async with self._opening:
             await self._close_engine()
             self._num_opened += 1
@@ -207,7 +207,7 @@ class EngineReplica:
             self._client.abort_requests(run.waiting)
 
     async def abort(self, _: Address, request_ids: list[str]) -> None:
-        """End requests of a call of which others go on."""
+        """End some requests of a call; the others go on."""
         for request_id in request_ids:
             if (run := self._runs.get(request_id)) is not None:
                 run.put(EngineCoreOutputs(finished_requests={request_id}))

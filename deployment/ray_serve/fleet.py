@@ -70,7 +70,7 @@ class ReplicaFleet:
         with self._changed:
             added = sorted(ids - self._known)
             self._known = ids
-            self._idle = [one for one in self._idle if one in ids] + added
+            self._idle = [replica for replica in self._idle if replica in ids] + added
             self._changed.notify_all()
         if self._on_change is not None:
             self._on_change(ids)
@@ -93,7 +93,7 @@ class ReplicaFleet:
                     if left <= 0:
                         raise EngineDeadError(
                             f"Ray Serve started no engine within {timeout_s:g} s "
-                            "(engine.start_timeout_seconds); `serve status` says why"
+                            "(engine.start_timeout_seconds); `serve status` shows the reason"
                         )
                     self._changed.wait(left)
                 return self._idle.pop(0)
@@ -101,7 +101,7 @@ class ReplicaFleet:
                 self._num_takers -= 1
 
     def give_back(self, replica: str) -> None:
-        """Make a replica idle, whose engine has ended."""
+        """Make a replica idle after its engine has ended."""
         with self._changed:
             if replica in self._known and replica not in self._idle:
                 self._idle.append(replica)
@@ -114,7 +114,7 @@ class ReplicaFleet:
     # Calls
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine in the loop; log what it raises and no caller expects.
+        """Run a coroutine in the loop; log errors that no caller expects.
 
         Serve takes calls that are made while it answers a request as part of that one, and matches
         and cancels them by it. Those of a moved request, or of several, are none of it.
@@ -129,7 +129,7 @@ class ReplicaFleet:
         return await getattr(self._handle, method).remote(address, *args)
 
     async def stream(self, replica: str, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield what a replica sends; leaving the generator cancels the call there."""
+        """Yield the messages of a replica; leaving the generator cancels the call there."""
         address = Address(replica, self._replicas_changed)
         response = getattr(self._streams, method).remote(address, *args)
         has_ended = False

@@ -73,8 +73,12 @@ class ServeReplicas(Replicas):
     @property
     def by_place(self) -> dict[str, Replica]:
         """The engines that have a client, by the replica of Serve."""
-        found = [self.of(rank) for rank in self.ranks]
-        return {one.client.replica: one for one in found if isinstance(one.client, ServeClient)}
+        replicas = [self.of(rank) for rank in self.ranks]
+        return {
+            replica.client.replica: replica
+            for replica in replicas
+            if isinstance(replica.client, ServeClient)
+        }
 
     def close(self) -> None:
         """End all calls. The replicas are Serve's."""

@@ -83,8 +83,8 @@ class Ingress:
 
         For callers of the deployment's handle.
         """
-        found = {engine.rank: engine.pid for engine in self._llm.engines}
-        return {rank: pid for rank, pid in found.items() if pid is not None}
+        pids = {engine.rank: engine.pid for engine in self._llm.engines}
+        return {rank: pid for rank, pid in pids.items() if pid is not None}
 
     async def check_health(self) -> None:
         """Check that the client of the engines lives, for Serve.

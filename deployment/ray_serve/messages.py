@@ -101,5 +101,5 @@ def decoded(frames: Frames, type_: type[T]) -> T:
     Raises:
         WireError: it is none of the type.
     """
-    found: T = Decoder(type_).decode(frames)
-    return found
+    message: T = Decoder(type_).decode(frames)
+    return message

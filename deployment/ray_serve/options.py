@@ -1,4 +1,4 @@
-"""How many engines Ray Serve runs, and what each gets."""
+"""Options of the engines that Ray Serve runs: their number and resources."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class RayServeOptions(plugins.Options):
     runtime_env: dict[str, Any] = {}
 
 
-def options_of(given: Mapping[str, Any], origin: str) -> RayServeOptions:
+def options_of(arguments: Mapping[str, Any], origin: str) -> RayServeOptions:
     """Return options that are given as data, or as text.
 
     Args:
-        given: by name.
+        arguments: by name.
         origin: what they are called in messages.
 
     Raises:
         ConfigError: one is unknown or wrong.
     """
-    values = {name: _value(value) for name, value in given.items()}
+    values = {name: _value(value) for name, value in arguments.items()}
     options = convert(values, RayServeOptions, path=origin)
     if options.max_engines < options.min_engines:
         raise ConfigError(
@@ -75,10 +75,10 @@ def options_of(given: Mapping[str, Any], origin: str) -> RayServeOptions:
     return options
 
 
-def _value(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
+def _value(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
     try:
-        return msgspec.json.decode(given)
+        return msgspec.json.decode(value)
     except msgspec.DecodeError:
-        return given
+        return value

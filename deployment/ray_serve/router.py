@@ -1,4 +1,4 @@
-"""The request router: what Ray Serve calls alpha, in one file; see `version.py`."""
+"""The request router: the alpha interface of Ray Serve, in one file; see `version.py`."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class EngineRouter(RequestRouter):
             self._notify()
         if address.replica is None:
             return [candidate_replicas]
-        found = [one for one in candidate_replicas if _id(one) == address.replica]
-        if not found:
+        matches = [replica for replica in candidate_replicas if _id(replica) == address.replica]
+        if not matches:
             gone = EngineDeadError(f"the replica {address.replica} takes no more requests")
             if not pending_request.future.done():
                 pending_request.future.set_exception(gone)
             return [candidate_replicas]  # which ends the search, as the call has ended
-        return [found]
+        return [matches]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take over the replicas that Serve runs."""
@@ -84,7 +84,7 @@ class EngineRouter(RequestRouter):
         listener = getattr(self, "_on_replicas", None)
         if listener is None:
             return
-        ids = frozenset(_id(one) for one in self.curr_replicas.values())
+        ids = frozenset(_id(replica) for replica in self.curr_replicas.values())
         with self._lock:
             if ids == self._notified:
                 return

@@ -20,19 +20,19 @@ def check_ray() -> None:
     """
     wanted = f"ray[serve]>={FIRST[0]}.{FIRST[1]},<{END[0]}.{END[1]}"
     try:
-        found = importlib.metadata.version("ray")
+        version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
-        found = "no Ray"
-    parts = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+        version = "no Ray"
+    parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if not FIRST <= parts < END:
         raise ConfigError(
             f"hardpoint.ray_serve: expected {wanted}, for request routers change between versions "
-            f"of Ray, got {found}; {install_command('ray-serve')}"
+            f"of Ray, got {version}; {install_command('ray-serve')}"
         )
     try:
         importlib.import_module("ray.serve")
     except ImportError as cause:
         raise ConfigError(
-            f"hardpoint.ray_serve: expected {wanted}, got Ray {found} without Serve ({cause}); "
+            f"hardpoint.ray_serve: expected {wanted}, got Ray {version} without Serve ({cause}); "
             f"{install_command('ray-serve')}"
         ) from cause

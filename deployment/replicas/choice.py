@@ -1,4 +1,4 @@
-"""The choice among several engines: the balancer, and what decides if it fails."""
+"""The choice among several engines: the balancer, and the fallback if it fails."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class EngineChoice:
         if built.uses_cached_prefixes and not self.uses_cached_prefixes:
             close_all([after])
             raise ConfigError(
-                f"parallel.balancer: {built.name!r} reads what engines have cached, which these "
+                f"parallel.balancer: {built.name!r} reads the caches of engines, which these "
                 f"engines were not started to report; restart them with it"
             )
 

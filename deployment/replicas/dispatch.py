@@ -1,4 +1,4 @@
-"""Dispatch of requests to engines: placement, sending, and what waits for an engine."""
+"""Dispatch of requests to engines: placement, sending, and the queue for an engine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Dispatch:
     def _place(
         self, requests: Sequence[EngineCoreRequest]
     ) -> list[tuple[Replica, list[EngineCoreRequest]]]:
-        """Choose the engines of requests; those without one wait until an engine serves."""
+        """Choose the engines of requests; requests without one wait until an engine serves."""
         with self._lock:
             for request in requests:
                 rank = request.data_parallel_rank

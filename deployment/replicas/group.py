@@ -103,8 +103,10 @@ class ReplicaSet(UtilityCalls):
         self._error: EngineDeadError | None = None
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
-        own = weakref.ref(self)  # for the threads of clients, which would keep it
-        self._replicas = replicas(start, hosts, lambda one: Receiver(own, one), self._changed)
+        self_reference = weakref.ref(self)  # for the threads of clients, which would keep it
+        self._replicas = replicas(
+            start, hosts, lambda replica: Receiver(self_reference, replica), self._changed
+        )
         self._dispatch = Dispatch(
             choice, self._replicas, self._ledger, self._recovery, self._lock, self._refuse
         )
@@ -129,7 +131,7 @@ class ReplicaSet(UtilityCalls):
     @property
     def pids(self) -> Mapping[int, int]:
         """The process ids of the engines that serve, by rank."""
-        return {one.rank: one.open_client.pid for one in self._replicas.serving}
+        return {replica.rank: replica.open_client.pid for replica in self._replicas.serving}
 
     @property
     def ranks(self) -> Collection[int]:
@@ -138,7 +140,7 @@ class ReplicaSet(UtilityCalls):
 
     @property
     def activity(self) -> Activity:
-        """The record of the first engine that serves; of a dead group, that of the last one."""
+        """The record of the first engine that serves; of a dead group, of the last engine."""
         return self._replicas.any_client.activity
 
     @property
@@ -152,7 +154,7 @@ class ReplicaSet(UtilityCalls):
         return bool(self._replicas.serving)
 
     def watch_deaths(self, watcher: DeathWatcher) -> None:
-        """Call a bound method for each engine whose death the client outlives; held weakly."""
+        """Call a bound method for each engine that dies while the client lives; held weakly."""
         self._watcher = weakref.WeakMethod(watcher)
 
     # Requests
@@ -218,7 +220,7 @@ class ReplicaSet(UtilityCalls):
     # Outputs
 
     def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
-        """Hand on what an engine sends; in its reader's or watcher's thread."""
+        """Hand on the messages of an engine; in its reader's or watcher's thread."""
         if isinstance(item, Exception):
             self._lost(replica, item)
             return
@@ -267,11 +269,11 @@ class ReplicaSet(UtilityCalls):
             self._recovery.record_output(entry)
         return entry
 
-    def _refuse_others(self, one: Entry, refused: EngineCoreOutput) -> list[EngineCoreOutput]:
+    def _refuse_others(self, rejected: Entry, refused: EngineCoreOutput) -> list[EngineCoreOutput]:
         outputs: list[EngineCoreOutput] = []
-        for request_id in one.call:
+        for request_id in rejected.call:
             entry = self._ledger.get(request_id)
-            if entry is None or entry.call is not one.call or entry.has_output:
+            if entry is None or entry.call is not rejected.call or entry.has_output:
                 continue
             replica = entry.replica
             outputs.append(msgspec.structs.replace(refused, request_id=request_id))
@@ -299,19 +301,21 @@ class ReplicaSet(UtilityCalls):
                 return
             ended = replicas.ending_with(replica)
             entries = self._ledger.of(replica)
-            bystanders = [entry for one in ended[1:] for entry in self._ledger.of(one)]
+            bystanders = [entry for dead in ended[1:] for entry in self._ledger.of(dead)]
             for entry in (*entries, *bystanders):
                 entry.leave()
             may_restart = not replica.is_draining and self._may_restart(replica)
-            successors = [replicas.succeed(one, is_starting=may_restart) for one in ended]
-            for one in ended:
-                self._report_end(one)
+            successors = [replicas.succeed(dead, is_starting=may_restart) for dead in ended]
+            for dead in ended:
+                self._report_end(dead)
         blameless = client.was_killed
         reported, in_step = self._reported(replica, client, error, blameless=blameless)
         _log.warning("engine %d died: %s", replica.rank, reported)
         with self._lock:
             for listed, steps in ((entries, in_step), (bystanders, ())):
-                live = [one for one in listed if self._ledger.has(one)]  # the others were aborted
+                live = [
+                    entry for entry in listed if self._ledger.has(entry)
+                ]  # the others were aborted
                 for entry, reason in self._recovery.lost(
                     live, steps, blameless=blameless, version=self._replicas.weight_version
                 ):
@@ -385,7 +389,7 @@ class ReplicaSet(UtilityCalls):
                 self._dispatch.send_waiting()
 
     def _let_go(self, rank: int) -> None:
-        """Let an engine go whose machine wants to end it; another one may take its place."""
+        """Let an engine go if its machine wants to end it; another one may replace it."""
         if pair := self._succeed(rank, is_starting=self._budget.enabled):
             with self._lock:
                 self._end_hopeless(EngineDeadError(f"engine {rank} was ended where it runs"))
@@ -424,7 +428,9 @@ class ReplicaSet(UtilityCalls):
         """
         with self._lock:
             self._check()
-            serving = [one for one in self._replicas.serving if rank in (None, one.rank)]
+            serving = [
+                replica for replica in self._replicas.serving if rank in (None, replica.rank)
+            ]
         return self._calls.call(serving, self._owner_of, method, args, is_for_all=rank is None)
 
     def _owner_of(self, request_id: str, otherwise: Replica) -> Replica | None:

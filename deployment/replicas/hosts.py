@@ -33,7 +33,7 @@ def start_of(start: EngineStart, rank: int, num_sharing: int = 1) -> EngineStart
 
 
 class EngineHosts(Protocol):
-    """Gives each engine what it runs in."""
+    """Gives each engine a process."""
 
     @property
     def join_address(self) -> str | None:
@@ -54,7 +54,7 @@ class EngineHosts(Protocol):
         """Call a function, which returns at once, with the rank of each engine that is to go."""
 
     def close(self) -> None:
-        """Release what it has, after all engines have ended."""
+        """Release its resources, after all engines have ended."""
 
 
 class LocalHosts:
@@ -71,7 +71,7 @@ class LocalHosts:
         return process or EngineProcess.spawn(interpreter)
 
     def on_leave(self, leave: Callable[[int], None]) -> None:
-        """Do nothing: those that end processes of this machine end them here."""
+        """Do nothing: processes of this machine are ended here."""
 
     def close(self) -> None:
         """End a process that no engine has got."""

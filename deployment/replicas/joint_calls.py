@@ -41,7 +41,7 @@ def _first(answers: list[Any]) -> Any:
 
 
 def _joined(answers: list[list[Any]]) -> list[Any]:
-    return [one for answer in answers for one in answer]
+    return [item for answer in answers for item in answer]
 
 
 def _live_requests(answers: list[list[LiveRequest]]) -> list[LiveRequest]:
@@ -63,7 +63,7 @@ def _states(answers: list[dict[str, Any]]) -> dict[str, Any]:
         return dict(answers[0])
     names = dict.fromkeys(name for answer in answers for name in answer)
     return {
-        name: {str(place): one[name] for place, one in enumerate(answers) if name in one}
+        name: {str(place): states[name] for place, states in enumerate(answers) if name in states}
         for name in names
     }
 
@@ -79,17 +79,17 @@ def merged_faults(answers: Iterable[Mapping[str, StepFault]]) -> dict[str, StepF
 
 
 def _reports(answers: list[PluginReport]) -> PluginReport:
-    stats = [one.scheduler for one in answers if one.scheduler is not None]
+    stats = [report.scheduler for report in answers if report.scheduler is not None]
     return PluginReport(
-        meters=_meters([one.meters for one in answers]),
+        meters=_meters([report.meters for report in answers]),
         health=Health(
             {},
             {},
-            merged_faults(one.health.fallbacks for one in answers),
-            merged_faults(one.health.slow for one in answers),
+            merged_faults(report.health.fallbacks for report in answers),
+            merged_faults(report.health.slow for report in answers),
         ),
         scheduler=merged_stats(stats) if stats else None,
-        sleep_level=min(one.sleep_level for one in answers),
+        sleep_level=min(report.sleep_level for report in answers),
     )
 
 
@@ -159,9 +159,9 @@ class JointCalls:
             return self._why_waiting(replicas, owner_of, args[0])
         if method == "call_part" and len(args) >= 2:
             return self._call_part(replicas, args)
-        calls = {one.rank: _sent(one, method, *args) for one in replicas}
-        for one in replicas:
-            self._pauses.follow(one, method, calls[one.rank])
+        calls = {replica.rank: _sent(replica, method, *args) for replica in replicas}
+        for replica in replicas:
+            self._pauses.follow(replica, method, calls[replica.rank])
         merge = self._merge_of(method, replicas if is_for_all else ())
         return JointCall(calls, merge).future
 
@@ -184,7 +184,7 @@ class JointCalls:
         self, replicas: Sequence[Replica], answers: Mapping[int, SchedulerStats | None]
     ) -> SchedulerStats:
         return self._replicas.stats(
-            {one: answers[one.rank] for one in replicas if one.rank in answers}
+            {replica: answers[replica.rank] for replica in replicas if replica.rank in answers}
         )
 
     def _report(
@@ -192,7 +192,7 @@ class JointCalls:
     ) -> PluginReport:
         health = Health({}, {}, self._choice.faults(), self._choice.slow())
         merged = _reports([*answers.values(), PluginReport(health=health)])
-        stats = self._stats(replicas, {rank: one.scheduler for rank, one in answers.items()})
+        stats = self._stats(replicas, {rank: report.scheduler for rank, report in answers.items()})
         totals = self._replicas.totals
         restarts, resumes = totals.num_restarts, totals.num_resumes
         engines = {
@@ -207,7 +207,7 @@ class JointCalls:
             merged,
             scheduler=stats,
             engines=engines,
-            sleep_level=min(one.sleep_level for one in answers.values()),
+            sleep_level=min(report.sleep_level for report in answers.values()),
         )
 
     def _why_waiting(
@@ -216,16 +216,19 @@ class JointCalls:
         owner_of: Callable[[str, Replica], Replica | None],
         request_ids: Sequence[str],
     ) -> Future[Any]:
-        own = {
-            one.rank: [name for name in request_ids if owner_of(name, one) is one]
-            for one in replicas
+        ids_by_rank = {
+            replica.rank: [name for name in request_ids if owner_of(name, replica) is replica]
+            for replica in replicas
         }
-        calls = {one.rank: _sent(one, "why_waiting", own[one.rank]) for one in replicas}
+        calls = {
+            replica.rank: _sent(replica, "why_waiting", ids_by_rank[replica.rank])
+            for replica in replicas
+        }
 
         def merge(answers: Mapping[int, list[WaitReason | None]]) -> list[WaitReason | None]:
             reasons: dict[str, WaitReason | None] = {}
             for rank, answer in answers.items():
-                reasons |= dict(zip(own[rank], answer, strict=True))
+                reasons |= dict(zip(ids_by_rank[rank], answer, strict=True))
             return [reasons.get(name) for name in request_ids]
 
         return JointCall(calls, merge).future
@@ -237,9 +240,9 @@ class JointCalls:
         """
         part, method, *_ = args
         key = repr(args)
-        ranks = {one.rank for one in replicas}
+        ranks = {replica.rank for replica in replicas}
         before = {r: a for r, a in self._answered.pop(key, {}).items() if r in ranks}
-        asked = [one for one in replicas if one.rank not in before]
+        unanswered = [replica for replica in replicas if replica.rank not in before]
         entry = self._choice.plugins.find("step_parts", part) if isinstance(part, str) else None
 
         def merge(answers: Mapping[int, Any]) -> Any:
@@ -251,16 +254,16 @@ class JointCalls:
             if entry is None:
                 return listed[0]
             target = cast(type[StepPart], self._choice.plugins.target(entry))
-            what = f"{entry.source}: its merge_answers"
-            with faults_as(PluginFaultError, what, passing=(HardpointError,)):
+            source = f"{entry.source}: its merge_answers"
+            with faults_as(PluginFaultError, source, passing=(HardpointError,)):
                 return target.merge_answers(method, listed)
 
-        calls = {one.rank: _sent(one, "call_part", *args) for one in asked}
+        calls = {replica.rank: _sent(replica, "call_part", *args) for replica in unanswered}
         return JointCall(calls, merge).future
 
 
 def _sent(replica: Replica, method: str, *args: Any) -> Future[Any]:
-    """Call a utility of an engine; one that is gone counts as one that dies before it answers."""
+    """Call a utility of an engine; a dead engine counts as dead before it answers."""
     try:
         return replica.open_client.call(method, *args)
     except EngineDeadError as error:
@@ -276,7 +279,7 @@ class _Pauses:
         self._replicas = replicas
 
     def follow(self, replica: Replica, method: str, call: Future[Any]) -> None:
-        """Note what a control call does; once it is answered, ask the engine whether it is paused.
+        """Note the effect of a control call; once answered, ask the engine whether it is paused.
 
         Args:
             method: name of the utility.
@@ -344,7 +347,9 @@ class JointCall:
         errors = {
             rank: error for rank, call in self._calls.items() if (error := _error(call)) is not None
         }
-        answers = {rank: one.result() for rank, one in self._calls.items() if rank not in errors}
+        answers = {
+            rank: future.result() for rank, future in self._calls.items() if rank not in errors
+        }
         failed = {r: e for r, e in errors.items() if not isinstance(e, EngineDeadError)}
         if failed:
             raise _joint_error(failed, len(self._calls))

@@ -1,4 +1,4 @@
-"""The requests that a client of several engines has in flight, and what each has got so far."""
+"""In-flight request table of a client of several engines, with the outputs so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_S = 1e-3  # left of the timeout of a request whose time is up
 
 
 class Entry:
-    """A request in flight, and what came of it.
+    """An in-flight request, and its outputs so far.
 
     Attributes:
         request: as it was sent first.
@@ -73,7 +73,7 @@ class Entry:
         self._part_figures, self._weight_runs = before.part_figures, before.weight_runs
 
     def send_to(self, replica: Replica, version: str) -> None:
-        """Count it as in flight at an engine, whose weights have a version."""
+        """Count it as in flight at an engine with a version of its weights."""
         if not self.has_output:
             self.version = version
         cached = replica.cached_prefix_tokens(self.request)

@@ -114,7 +114,7 @@ class PrefixIndex:
             return engine.incomplete_since is None
 
     def restore(self, rank: int, blocks: KVCacheChanges) -> bool:
-        """Complete what is known of an engine; nothing is missing of an unknown one.
+        """Complete the blocks of an engine; an unknown engine has none missing.
 
         Args:
             rank: rank of the engine.
@@ -186,12 +186,12 @@ class PrefixIndex:
 
         The walk for a request serves all engines, until the index changes.
         """
-        asked, version, found = self._last_walk
-        if version != self._version or not _is_same(asked, request):
+        last_request, version, tokens_by_rank = self._last_walk
+        if version != self._version or not _is_same(last_request, request):
             version = self._version
-            found = self.cached_prefix_tokens(request)
-            self._last_walk = request, version, found
-        return found.get(rank, 0)
+            tokens_by_rank = self.cached_prefix_tokens(request)
+            self._last_walk = request, version, tokens_by_rank
+        return tokens_by_rank.get(rank, 0)
 
     def cached_prefix_tokens(self, request: EngineCoreRequest) -> dict[int, int]:
         """Return how many tokens of a prompt each engine has cached, by rank.
@@ -205,7 +205,7 @@ class PrefixIndex:
         if request.prompt_embeds is not None:
             return {}
         hashes = self._hashes.of_prefix(request, (len(request.prompt_token_ids) - 1) // size)
-        found: dict[int, int] = {}
+        blocks_by_rank: dict[int, int] = {}
         walked: list[bytes] = []
         with self._lock:
             masks, having = self._masks, self._live
@@ -213,23 +213,25 @@ class PrefixIndex:
                 key = block_hash[:BLOCK_KEY_BYTES]
                 mask = masks.get(key, 0) & having
                 if mask != having:
-                    self._note(found, having ^ mask, len(walked))
+                    self._note(blocks_by_rank, having ^ mask, len(walked))
                     having = mask
                     if not mask:
                         break
                 walked.append(key)
-            self._note(found, having, len(walked))
+            self._note(blocks_by_rank, having, len(walked))
             if len(masks) > self._max_blocks // 2:  # what was found is to be dropped last
                 for key in reversed(walked):
                     masks[key] = masks.pop(key)
         if request.features:
-            found = {rank: self._whole(request, blocks) for rank, blocks in found.items()}
-        return {rank: blocks * size for rank, blocks in found.items() if blocks}
+            blocks_by_rank = {
+                rank: self._whole(request, blocks) for rank, blocks in blocks_by_rank.items()
+            }
+        return {rank: blocks * size for rank, blocks in blocks_by_rank.items() if blocks}
 
-    def _note(self, found: dict[int, int], mask: int, num_blocks: int) -> None:
+    def _note(self, blocks_by_rank: dict[int, int], mask: int, num_blocks: int) -> None:
         while num_blocks and mask:
             bit = mask & -mask
-            found[self._ranks[bit]] = num_blocks
+            blocks_by_rank[self._ranks[bit]] = num_blocks
             mask ^= bit
 
     def _whole(self, request: EngineCoreRequest, num_blocks: int) -> int:
@@ -281,7 +283,9 @@ class PrefixIndex:
     def _sweep(self) -> None:
         """Remove the bits that no engine has."""
         live = self._live
-        self._masks = {key: kept for key, mask in self._masks.items() if (kept := mask & live)}
+        self._masks = {
+            key: live_mask for key, mask in self._masks.items() if (live_mask := mask & live)
+        }
         self._stale = 0
 
     def _shrink(self) -> None:
@@ -295,9 +299,9 @@ class PrefixIndex:
                 del self._masks[key]
 
 
-def _is_same(asked: EngineCoreRequest | None, request: EngineCoreRequest) -> bool:
-    return asked is request or (
-        asked is not None
-        and asked.request_id == request.request_id
-        and asked.prompt_token_ids == request.prompt_token_ids
+def _is_same(earlier: EngineCoreRequest | None, request: EngineCoreRequest) -> bool:
+    return earlier is request or (
+        earlier is not None
+        and earlier.request_id == request.request_id
+        and earlier.prompt_token_ids == request.prompt_token_ids
     )

@@ -41,7 +41,7 @@ class Recovery:
         blameless: bool,
         version: str,
     ) -> list[tuple[Entry, str]]:
-        """Queue the requests of a dead engine; return those that end instead, each with the reason.
+        """Queue the requests of a dead engine; return the others, which end, each with the reason.
 
         Args:
             entries: its requests, which have left it.

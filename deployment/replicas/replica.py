@@ -42,12 +42,12 @@ class ReplicaView:
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """The tokens to compute of those of them that have no output yet."""
+        """The tokens to compute of requests that have no output yet."""
         return self._replica.pending_prompt_tokens
 
     @property
     def num_waiting(self) -> int:
-        """The requests that wait there, including those on their way."""
+        """The requests that wait there, including requests on their way."""
         return self._replica.num_waiting
 
     @property
@@ -140,7 +140,7 @@ class Replica:
 
     @property
     def num_waiting(self) -> int:
-        """The requests that wait there, those that are on their way included."""
+        """The requests that wait there, including requests on their way."""
         return self._reported_waiting + sum(self._unseen.values())
 
     def cached_prefix_tokens(self, request: EngineCoreRequest) -> int:
@@ -180,7 +180,7 @@ class Replica:
             self._unseen[request_id] = False
 
     def read(self, outputs: EngineCoreOutputs) -> None:
-        """Read what outputs report of the engine, and take it off."""
+        """Read the reports about the engine in outputs, and remove them."""
         if outputs.scheduler_stats is not None:
             self.stats = outputs.scheduler_stats
         if (changes := outputs.cache_changes) is not None:

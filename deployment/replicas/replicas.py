@@ -1,4 +1,4 @@
-"""The engines of a client of several: their processes, and what balancers see of them."""
+"""The engines of a client of several: their processes, and the views that balancers get."""
 
 from __future__ import annotations
 
@@ -105,29 +105,29 @@ class Replicas:
 
     @property
     def coming(self) -> set[int]:
-        """The ranks of those that live: they serve, are started again, or are leaving."""
+        """The ranks of live engines: they serve, are started again, or are leaving."""
         return {
-            one.rank
-            for one in self._replicas.values()
-            if one.is_serving or one.is_starting or one.is_leaving
+            replica.rank
+            for replica in self._replicas.values()
+            if replica.is_serving or replica.is_starting or replica.is_leaving
         }
 
     @property
     def any_client(self) -> ReplicaClient:
-        """The client of the first engine that serves; of a dead group, that of its last one."""
+        """The client of the first engine that serves; of a dead group, of its last engine."""
         serving = self.serving
         return serving[0].open_client if serving else self._clients[-1]
 
     def stats(
         self, answers: Mapping[Replica, SchedulerStats | None] | None = None
     ) -> SchedulerStats:
-        """Return the statistics of all engines as those of one, and those of each.
+        """Return the statistics of all engines, merged and each.
 
         Args:
             answers: what engines have just answered; of the others, what they reported last.
         """
         with self._changed:
-            known = {rank: one.stats for rank, one in self._replicas.items()}
+            known = {rank: replica.stats for rank, replica in self._replicas.items()}
             for replica, stats in (answers or {}).items():
                 if self.is_current(replica):
                     known[replica.rank] = stats
@@ -183,7 +183,9 @@ class Replicas:
             HardpointError: the first error; the message names the engine.
         """
         with ThreadPoolExecutor(max(len(replicas), 1)) as pool:
-            opening = [pool.submit(self.open, one, num_sharing=len(replicas)) for one in replicas]
+            opening = [
+                pool.submit(self.open, unopened, num_sharing=len(replicas)) for unopened in replicas
+            ]
         for replica, opened in zip(replicas, opening, strict=True):
             if (error := opened.exception()) is not None:
                 if isinstance(error, HardpointError):
@@ -191,7 +193,7 @@ class Replicas:
                 raise error
 
     def leave(self, replica: Replica) -> None:
-        """Send nothing more to an engine whose process was asked to end."""
+        """Send nothing more to an engine after its process was asked to end."""
         with self._changed:
             replica.is_serving = False
             self._refresh()
@@ -226,12 +228,16 @@ class Replicas:
     def remove_dead(self) -> None:
         """Remove the engines that neither serve nor start, so that their ranks are free."""
         with self._changed:
-            dead = [one for one in self._replicas.values() if one.rank not in self.coming]
+            dead = [
+                candidate
+                for candidate in self._replicas.values()
+                if candidate.rank not in self.coming
+            ]
         for replica in dead:
             self.remove(replica)
 
     def remove(self, replica: Replica) -> None:
-        """End an engine, whose requests have left it."""
+        """End an engine without requests."""
         with self._changed:
             replica.is_serving = replica.is_starting = False
             if self.is_current(replica):
@@ -338,9 +344,11 @@ class Replicas:
     def _refresh(self) -> None:
         ranks = sorted(self._replicas)
         self.serving = [self._replicas[rank] for rank in ranks if self._replicas[rank].is_serving]
-        self.reachable = [one for one in self.serving if one.is_reachable]
+        self.reachable = [replica for replica in self.serving if replica.is_reachable]
         self.candidates = self.reachable or self.serving
-        self.chosen_from = [one for one in self.candidates if not one.is_paused] or self.candidates
+        self.chosen_from = [
+            replica for replica in self.candidates if not replica.is_paused
+        ] or self.candidates
         self._changed.notify_all()
 
     def close(self) -> None:
@@ -368,7 +376,7 @@ class Receiver:
     """The sink of an engine's client, which does not hold the client of several."""
 
     def __init__(self, group: Callable[[], _Receives | None], replica: Replica) -> None:
-        """Hand what comes from an engine on to the group; `group` is a weak reference to it."""
+        """Hand the messages of an engine on to the group; `group` is a weak reference to it."""
         self._group, self._replica = group, replica
 
     def __call__(self, item: EngineCoreOutputs | Exception) -> None:

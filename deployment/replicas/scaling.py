@@ -107,7 +107,7 @@ class Scaling:
         """
         with self._is_busy:
             with self._changed:
-                serving = {one.rank: one for one in self._replicas.serving}
+                serving = {engine.rank: engine for engine in self._replicas.serving}
                 replica = serving.get(rank)
                 if replica is None or self._replicas.ending_with(replica) != [replica]:
                     return None

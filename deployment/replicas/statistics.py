@@ -1,4 +1,4 @@
-"""Statistics of several schedulers as those of one, and the rate at which they compute prompts."""
+"""Merged statistics of several schedulers, and the rate at which they compute prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def _added(values: Iterable[Any]) -> Any:
         return {name: _added(value.get(name) for value in known) for name in names}
     if isinstance(known[0], list):
         longest = max(map(len, known))
-        return [sum(one[i] for one in known if i < len(one)) for i in range(longest)]
+        return [
+            sum(values_of_engine[i] for values_of_engine in known if i < len(values_of_engine))
+            for i in range(longest)
+        ]
     if isinstance(known[0], msgspec.Struct):
         return added_structs(known)
     return sum(known)
@@ -37,22 +40,27 @@ def added_structs(values: Sequence[Any]) -> Any:
 
 
 def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Return the state of several schedulers as that of one: sums, and means of shares."""
+    """Return the merged state of several schedulers: sums, and means of shares."""
     if len(stats) == 1:
         return stats[0]
     if not stats:
         return ended_stats(None)
-    without = [msgspec.structs.replace(one, weight_version=None) for one in stats]
+    without = [msgspec.structs.replace(engine_stats, weight_version=None) for engine_stats in stats]
     merged: SchedulerStats = added_structs(without)
     return _with_shares(merged, stats)
 
 
 def _with_shares(merged: SchedulerStats, stats: Collection[SchedulerStats]) -> SchedulerStats:
-    errors = [one.step_cost_error for one in stats if one.step_cost_error is not None]
-    versions = {one.weight_version for one in stats}
+    errors = [
+        engine_stats.step_cost_error
+        for engine_stats in stats
+        if engine_stats.step_cost_error is not None
+    ]
+    versions = {engine_stats.weight_version for engine_stats in stats}
     return msgspec.structs.replace(
         merged,
-        kv_cache_usage=sum(one.kv_cache_usage for one in stats) / max(len(stats), 1),
+        kv_cache_usage=sum(engine_stats.kv_cache_usage for engine_stats in stats)
+        / max(len(stats), 1),
         step_cost_error=sum(errors) / len(errors) if errors else None,
         weight_version=versions.pop() if len(versions) == 1 else None,
     )
@@ -76,7 +84,7 @@ def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
 
 
 class Totals:
-    """Statistics of several engines, whose totals do not fall when one ends or is started again.
+    """Statistics of several engines, with totals that do not fall when an engine ends or restarts.
 
     Attributes:
         num_resumes: by rank, requests that went on at an engine after they had left another one.
@@ -94,7 +102,7 @@ class Totals:
             self._ended[rank] = ended_stats(self._of(rank, stats))
 
     def of(self, engines: Mapping[int, SchedulerStats | None]) -> SchedulerStats:
-        """Return the statistics of the engines that serve as those of one, and those of each.
+        """Return the statistics of the engines that serve, merged and each.
 
         Args:
             engines: what they reported last, by rank.
@@ -108,7 +116,7 @@ class Totals:
         return msgspec.structs.replace(merged, engines=dict(sorted(totals.items())))
 
     def _of(self, rank: int, stats: SchedulerStats) -> SchedulerStats:
-        """Return the statistics of an engine, with the totals of those that had its rank before."""
+        """Return the statistics of an engine, with the totals of earlier engines of its rank."""
         ended = self._ended.get(rank)
         return stats if ended is None else _with_shares(merged_stats([stats, ended]), [stats])
 

@@ -1,4 +1,4 @@
-"""Measures what steps of a model take, in an engine as it is used."""
+"""Measurement of step times of a model, in an engine as it is used."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OpenModel = Callable[[EngineConfig, ConfigSources], Generator]
 
 
 class StepWatch:
-    """Hooks of the engine: write when each step began, and what it was to compute."""
+    """Hooks of the engine: write the begin and the plan of each step."""
 
     contract = 1
 
@@ -146,7 +146,7 @@ def calibrate(
 
 
 def _check(config: EngineConfig) -> None:
-    """Refuse what is not measured: steps that overlap, and those of drafts."""
+    """Refuse configurations that are not measured: overlapping steps and drafts."""
     for path, value, right in (
         ("scheduler.asynchronous", config.scheduler.asynchronous is True, False),
         ("parallel.pipeline", config.parallel.pipeline, 1),
@@ -203,18 +203,18 @@ def _batches_of(model: Generator) -> list[_Batch]:
 def _batches(max_num_seqs: int, longest: int) -> list[_Batch]:
     longest = max(1, min(longest, _LONGEST))
     counts = [*powers(1, max_num_seqs), max_num_seqs]
-    found = []
+    batches = []
     for count in dict.fromkeys(counts):
         outputs = _falling(count)
-        found.append(_Batch(min(_SMALLEST, longest), outputs))
+        batches.append(_Batch(min(_SMALLEST, longest), outputs))
         if (longer := min(_BATCH_TOKENS // count, longest)) > 2 * _SMALLEST:
-            found.append(_Batch(longer, outputs))
+            batches.append(_Batch(longer, outputs))
     outputs = [1 + number % _OUTPUTS for number in range(2, 2 * max_num_seqs + 2, 2)]
     late = tuple(min(length, longest) for length in _LATE)
-    found += [_Batch(min(_SMALLEST, longest), outputs, late)] * _LATE_BATCHES
+    batches += [_Batch(min(_SMALLEST, longest), outputs, late)] * _LATE_BATCHES
     for length in dict.fromkeys([*powers(_SMALLEST, longest), longest]):
-        found += [_Batch(length, [2]), _Batch(max(1, 3 * length // 4), [2])]
-    return found
+        batches += [_Batch(length, [2]), _Batch(max(1, 3 * length // 4), [2])]
+    return batches
 
 
 def _falling(count: int) -> list[int]:
@@ -247,7 +247,7 @@ def _count_lines(file: Path) -> int:
 
 
 def timed_steps(file: Path, after: int = 0) -> list[TimedStep]:
-    """Return the steps that `StepWatch` wrote, without those after which nothing was left to do.
+    """Return the steps that `StepWatch` wrote, but for the last ones before idle times.
 
     Args:
         file: where it wrote them.
@@ -256,7 +256,7 @@ def timed_steps(file: Path, after: int = 0) -> list[TimedStep]:
     with file.open("rb") as lines:
         records = [msgspec.json.decode(line, type=_Line) for line in lines]
     computed: dict[str, int] = {}
-    found = []
+    timed = []
     for number, (record, following) in enumerate(itertools.pairwise(records)):
         for name in record.preempted:
             computed.pop(name, None)
@@ -264,10 +264,10 @@ def timed_steps(file: Path, after: int = 0) -> list[TimedStep]:
         # Without a request that goes on, the engine may have waited for one.
         goes_on = record.scheduled.keys() & following.scheduled.keys()
         if number >= after and milliseconds > 0 and goes_on:
-            found.append(_timed(record.scheduled, computed, milliseconds))
+            timed.append(_timed(record.scheduled, computed, milliseconds))
         for name, count in record.scheduled.items():
             computed[name] = computed.get(name, 0) + count
-    return found
+    return timed
 
 
 def _timed(

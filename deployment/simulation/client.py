@@ -1,4 +1,4 @@
-"""The client of a simulated fleet: what it counts and chooses by is the real client's."""
+"""The client of a simulated fleet, with the counts and choices of the real client."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class SimulatedClient:
         self._place(entry)
 
     def receive(self, engine: SimulatedEngine, item: EngineCoreOutputs) -> None:
-        """Read what an engine sends."""
+        """Read the messages of an engine."""
         self._replicas[engine.rank].read(item)
         ledger, measures, now = self._ledger, self._measures, self._clock()
         for output in item.outputs:

@@ -1,4 +1,4 @@
-"""The device of a simulated engine: what it computes, and how long it takes."""
+"""The device of a simulated engine: its results and times."""
 
 from __future__ import annotations
 

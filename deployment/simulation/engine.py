@@ -91,7 +91,7 @@ class EngineSettings:
 
 
 class SimulatedEngine:
-    """An engine whose loop runs on a timeline; without work, nothing is planned there.
+    """An engine with its loop on a timeline; without work, nothing is planned there.
 
     Attributes:
         rank: its number.

@@ -219,6 +219,6 @@ def _check_cost(cost: StepCost | CostFile) -> None:
     if isinstance(cost, CostFile):
         return  # which was checked when it was read
     if not cost.is_trained:
-        raise ConfigError("step_cost.is_trained: expected true, for times are taken from it")
+        raise ConfigError("step_cost.is_trained: expected true, because times are taken from it")
     if cost.step <= 0:
         raise ConfigError(f"step_cost.step: expected milliseconds > 0, got {cost.step:g}")

@@ -16,7 +16,7 @@ from .workload import SimulatedRequest, sped_up
 
 
 class SimulatedLoad(Strict):
-    """Requests: those of a trace, or synthetic ones.
+    """Requests of a trace, or synthetic ones.
 
     Attributes:
         trace: path of a file; None is a synthetic load.
@@ -45,5 +45,5 @@ class SimulatedLoad(Strict):
             if self.limit is not None:
                 load = msgspec.structs.replace(load, requests=min(load.requests, self.limit))
             return load.requests, sped_up(load.generate(), self.speed)
-        found = read_trace(self.trace, self.form, block_size=self.block_size)[: self.limit]
-        return len(found), sped_up(found, self.speed)
+        requests = read_trace(self.trace, self.form, block_size=self.block_size)[: self.limit]
+        return len(requests), sped_up(requests, self.speed)

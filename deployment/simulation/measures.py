@@ -27,7 +27,7 @@ class _Progress:
 
 
 class Measures:
-    """Collects what a report is made of; memory for a request that has ended is six numbers.
+    """Collects the values of a report; a request that has ended takes six numbers.
 
     Attributes:
         requests, finished, refused, num_moves: as in `FleetReport`.

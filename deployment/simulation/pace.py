@@ -1,4 +1,4 @@
-"""An executor whose steps take the time that was measured on another model, or another machine."""
+"""An executor with step times that were measured on another model, or another machine."""
 
 from __future__ import annotations
 

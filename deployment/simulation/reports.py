@@ -39,11 +39,11 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Sequence[float] | Vector) -> Percentiles:
-        """Return those of values, interpolated between neighbours."""
+        """Return the percentiles of values, interpolated between neighbors."""
         if not len(values):
             return cls()
-        found = np.percentile(np.asarray(values, dtype=np.float64), (50, 90, 95, 99))
-        p50, p90, p95, p99 = map(float, found)
+        percentiles = np.percentile(np.asarray(values, dtype=np.float64), (50, 90, 95, 99))
+        p50, p90, p95, p99 = map(float, percentiles)
         return cls(p50=p50, p90=p90, p95=p95, p99=p99, mean=float(np.mean(values)))
 
 
@@ -204,8 +204,8 @@ class FinishedRequests:
     @property
     def is_good(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether each met the objective."""
-        found = (self.ttft <= self.objective.ttft) & ~(self.tpot > self.objective.tpot)
-        return np.asarray(found)
+        meets_objective = (self.ttft <= self.objective.ttft) & ~(self.tpot > self.objective.tpot)
+        return np.asarray(meets_objective)
 
     def times(self, chosen: Any = slice(None)) -> dict[str, Percentiles]:
         """Return percentiles of the times of some requests, by the name of the time."""
@@ -218,16 +218,16 @@ class FinishedRequests:
 
     def by_tenant(self) -> dict[str, GroupReport]:
         """Return the report of each tenant that has finished requests, by its name."""
-        found = {}
+        reports = {}
         for place, name in enumerate(self.tenants):
             chosen = np.flatnonzero(self.tenant == place)
             if name is not None and len(chosen):
-                found[name] = GroupReport(
+                reports[name] = GroupReport(
                     finished=len(chosen),
                     goodput_share=float(self.is_good[chosen].mean()),
                     **self.times(chosen),
                 )
-        return dict(sorted(found.items()))
+        return dict(sorted(reports.items()))
 
     def conversations(self) -> ConversationsReport | None:
         """Return the report of the conversations, None without any."""
@@ -276,7 +276,7 @@ class FinishedRequests:
             return {name: [] for name in ("ttft", "tpot", "e2e", "time", "good", "wait")}
         percents = np.arange(101)
         tpot = self.tpot[~np.isnan(self.tpot)]
-        found = {
+        curves = {
             name: np.percentile(values, percents).tolist() if len(values) else []
             for name, values in (("ttft", self.ttft), ("tpot", tpot), ("e2e", self.e2e))
         }
@@ -287,5 +287,5 @@ class FinishedRequests:
         filled = count > 0
         for name, values in (("good", self.is_good), ("wait", self.ttft)):
             sums = np.bincount(piece, weights=values, minlength=pieces)
-            found[name] = (sums[filled] / count[filled]).tolist()
-        return {**found, "time": ends[filled].tolist()}
+            curves[name] = (sums[filled] / count[filled]).tolist()
+        return {**curves, "time": ends[filled].tolist()}

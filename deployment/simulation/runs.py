@@ -106,8 +106,8 @@ def _plain(config: EngineConfig, cost: CostFile | StepCost) -> Mapping[str, Any]
     changed = msgspec.structs.replace(
         config, kv_cache=cache, scheduler=scheduler, max_model_len=length
     )
-    found: Mapping[str, Any] = msgspec.to_builtins(changed)
-    return found
+    plain: Mapping[str, Any] = msgspec.to_builtins(changed)
+    return plain
 
 
 def _run(job: _Job) -> Iterator[dict[str, Any]]:

@@ -208,13 +208,14 @@ def fit_cost(steps: Sequence[TimedStep], **facts: Any) -> CostFile:
     Raises:
         ConfigError: steps with prompts, or those without, are missing.
     """
-    for kind, found in (("without", False), ("with", True)):
-        if not any(bool(step.prompts) is found for step in steps):
+    for kind, has_prompts in (("without", False), ("with", True)):
+        if not any(bool(step.prompts) is has_prompts for step in steps):
             raise ConfigError(f"steps: expected some {kind} prompts, got none")
     is_kept, fitted = _undisturbed(steps)
-    kept = [step for step, is_one in zip(steps, is_kept, strict=True) if is_one]
+    undisturbed = [step for step, is_one in zip(steps, is_kept, strict=True) if is_one]
     linear = _fit(
-        np.array([_linear(step) for step in kept]), np.array([step.milliseconds for step in kept])
+        np.array([_linear(step) for step in undisturbed]),
+        np.array([step.milliseconds for step in undisturbed]),
     )
     names = ("step", "single_query", "context_token", "prompt", "prompt_token", "prompt_pair")
     step_cost = StepCost(
@@ -229,13 +230,13 @@ def fit_cost(steps: Sequence[TimedStep], **facts: Any) -> CostFile:
         prompt=fitted.terms[2],
         prompt_pair=fitted.terms[3],
         step_cost=step_cost,
-        disturbed=1 - len(kept) / len(steps),
+        disturbed=1 - len(undisturbed) / len(steps),
         **facts,
     )
     by_kind = {
-        "decode": residuals_of(cost, [step for step in kept if not step.prompts]),
-        "prompts": residuals_of(cost, [step for step in kept if step.prompts]),
-        "step_cost": residuals_of(step_cost, kept),
+        "decode": residuals_of(cost, [step for step in undisturbed if not step.prompts]),
+        "prompts": residuals_of(cost, [step for step in undisturbed if step.prompts]),
+        "step_cost": residuals_of(step_cost, undisturbed),
     }
     return msgspec.structs.replace(cost, residuals=by_kind)
 
@@ -244,17 +245,17 @@ class _Fitted(NamedTuple):
     """Coefficients, and the counts of tokens between which times are interpolated."""
 
     knots: Sequence[int]
-    found: Vector
+    coefficients: Vector
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        base = np.cumsum(self.found[: len(self.knots)])
+        base = np.cumsum(self.coefficients[: len(self.knots)])
         # Steps take some time, if only a thousandth of a millisecond.
         return [(k, max(float(t), 1e-3)) for k, t in zip(self.knots, base, strict=True)]
 
     @property
     def terms(self) -> list[float]:
-        return [float(term) for term in self.found[len(self.knots) :]]
+        return [float(term) for term in self.coefficients[len(self.knots) :]]
 
 
 def residuals_of(cost: CostFile | StepCost, steps: Sequence[TimedStep]) -> Residuals:
@@ -269,7 +270,7 @@ def residuals_of(cost: CostFile | StepCost, steps: Sequence[TimedStep]) -> Resid
 
 
 def batch_sizes(limit: int) -> list[int]:
-    """Return the numbers of tokens whose cost is measured: all up to 8, then four per doubling.
+    """Return the batch sizes to measure: all up to 8, then four per doubling.
 
     Products of matrices take blocks of rows: one of 7 may take as long as one of 8, or longer.
     """
@@ -287,11 +288,11 @@ def powers(first: int, last: int) -> Iterator[int]:
 def _knots(counts: Sequence[int]) -> list[int]:
     """Return the sizes near which steps were measured; the first and last points are both ends."""
     low, high = min(counts), max(counts)
-    found = set(counts)
+    knots = set(counts)
     near = [
         size
         for size in batch_sizes(high)
-        if size > low and not found.isdisjoint(range(math.ceil(0.94 * size), int(1.06 * size) + 1))
+        if size > low and not knots.isdisjoint(range(math.ceil(0.94 * size), int(1.06 * size) + 1))
     ]
     if high > low and near and high < 1.1 * near[-1]:
         near.pop()
@@ -340,16 +341,16 @@ def _undisturbed(steps: Sequence[TimedStep]) -> tuple[Sequence[bool], _Fitted]:
         key = step.tokens, step.prompts > 0
         fastest[key] = min(fastest.get(key, math.inf), step.milliseconds)
     near = np.array([fastest[step.tokens, step.prompts > 0] for step in steps])
-    kept = times <= _NEAR * near
+    is_near = times <= _NEAR * near
     knots = _knots([step.tokens for step in steps])
     features = np.array([_features(step, knots) for step in steps])
     for _ in range(_ROUNDS):
-        found = _fit(features[kept], times[kept])
-        again = np.abs(times / np.maximum(features @ found, 1e-9) - 1) <= _TOLERANCE
-        if again.sum() < len(found):
+        coefficients = _fit(features[is_near], times[is_near])
+        again = np.abs(times / np.maximum(features @ coefficients, 1e-9) - 1) <= _TOLERANCE
+        if again.sum() < len(coefficients):
             break
-        kept = again
-    return kept.tolist(), _Fitted(knots, _fit(features[kept], times[kept]))
+        is_near = again
+    return is_near.tolist(), _Fitted(knots, _fit(features[is_near], times[is_near]))
 
 
 def _fit(features: Vector, times: Vector) -> Vector:
@@ -358,8 +359,8 @@ def _fit(features: Vector, times: Vector) -> Vector:
     Relative to the times themselves, with which it begins, slow steps would count less than fast
     ones, and the sum of all would be too small.
     """
-    found = _not_negative(features / times[:, None], np.ones_like(times))
-    expected = np.maximum(features @ found, times / 2)
+    coefficients = _not_negative(features / times[:, None], np.ones_like(times))
+    expected = np.maximum(features @ coefficients, times / 2)
     return _not_negative(features / expected[:, None], times / expected)
 
 
@@ -368,13 +369,13 @@ def _not_negative(rows: Vector, targets: Vector) -> Vector:
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-30)
     rows = rows / scale
     products, aims = rows.T @ rows, rows.T @ targets
-    found = np.zeros(rows.shape[1])
+    coefficients = np.zeros(rows.shape[1])
     for _ in range(_SWEEPS):
-        before = found.copy()
-        for index in range(len(found)):
-            if (own := products[index, index]) > 0:
-                rest = aims[index] - products[index] @ found
-                found[index] = max(0.0, found[index] + rest / own)
-        if np.abs(found - before).max() <= 1e-9 * max(np.abs(found).max(), 1e-30):
+        before = coefficients.copy()
+        for index in range(len(coefficients)):
+            if (diagonal := products[index, index]) > 0:
+                rest = aims[index] - products[index] @ coefficients
+                coefficients[index] = max(0.0, coefficients[index] + rest / diagonal)
+        if np.abs(coefficients - before).max() <= 1e-9 * max(np.abs(coefficients).max(), 1e-30):
             break
-    return np.asarray(found / scale)
+    return np.asarray(coefficients / scale)

@@ -13,7 +13,7 @@ Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
 
 
 class Delivered(NamedTuple):
-    """A plan, its result, and what the scheduler made of it.
+    """A plan, its result, and the outputs that the scheduler made of it.
 
     Attributes:
         plan: the plan.
@@ -27,7 +27,7 @@ class Delivered(NamedTuple):
 
 
 class SteppedScheduler:
-    """A scheduler, and its plans whose results it has not got.
+    """A scheduler with its in-flight plans.
 
     Every simulation takes its steps here: the fleet's, which are fast, and those of the conformance
     kit, which are checked.

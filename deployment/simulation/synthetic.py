@@ -111,7 +111,7 @@ class SyntheticLoad(Strict):
 
 
 class _Conversations:
-    """Draws the turns of conversations, and when those come that no earlier one leads to.
+    """Draws the turns of conversations, and the times of first turns.
 
     Attributes:
         chance: source of all draws but tenants and priorities.

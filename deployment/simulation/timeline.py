@@ -1,4 +1,4 @@
-"""A virtual clock, and what is to happen on it."""
+"""A virtual clock with its scheduled actions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Timeline:
         return self._events[0][0] if self._events else math.inf
 
     def at(self, seconds: float, action: Callable[[], object]) -> None:
-        """Plan an action for a time; one that has passed is now."""
+        """Plan an action for a time; a past time means now."""
         self._num_planned += 1
         heapq.heappush(self._events, (max(seconds, self._now), self._num_planned, action))
 

@@ -1,4 +1,4 @@
-"""Readers of traces in the forms of others: lengths, times, and what prompts have in common."""
+"""Readers of traces in foreign forms: lengths, times, and common prefixes of prompts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class BailianLine(msgspec.Struct):
 
 
 class MinimalLine(msgspec.Struct):
-    """A request of which lengths and time alone are known; other fields are ignored.
+    """A request with known lengths and time only; other fields are ignored.
 
     Source: guidellm's `trace_synthetic`.
 
@@ -188,12 +188,12 @@ def read_minimal(path: Path | str) -> list[SimulatedRequest]:
         TraceError: a line is wrong.
         OSError: the file cannot be read.
     """
-    own = itertools.count(_OWN_IDS)
+    new_ids = itertools.count(_OWN_IDS)
     return _from_zero(
         SimulatedRequest(
             at=line.timestamp,
-            prompt=(Segment(next(own), line.input_length),),
-            output=Segment(next(own), line.output_length),
+            prompt=(Segment(next(new_ids), line.input_length),),
+            output=Segment(next(new_ids), line.output_length),
         )
         for _, line in _lines(path, MinimalLine)
     )
@@ -228,15 +228,15 @@ def _journal_requests(journal: Journal) -> Iterator[SimulatedRequest]:
 
     size = journal.block_size
     hashes = BlockHashes(size, part_keys=_key_of_embeddings)
-    own = itertools.count()
+    new_ids = itertools.count()
     holders: dict[bytes, SimulatedRequest] = {}  # the first with a block and all before it
     outputs = recorded_tokens(journal)
     for at, source in _arrivals(journal):
         # What another engine had generated of it is computed here as a prompt is.
-        given = [] if source.resumed is None else list(source.resumed.output_token_ids)
-        prompt = [*source.prompt_token_ids, *given]
-        found = sorted(outputs.get(source.request_id, {}).items())
-        output = [token for position, token in found if position >= len(given)]
+        resumed_ids = [] if source.resumed is None else list(source.resumed.output_token_ids)
+        prompt = [*source.prompt_token_ids, *resumed_ids]
+        positions = sorted(outputs.get(source.request_id, {}).items())
+        output = [token for position, token in positions if position >= len(resumed_ids)]
         if not output:
             continue
         tokens = [*prompt, *output]
@@ -248,11 +248,11 @@ def _journal_requests(journal: Journal) -> Iterator[SimulatedRequest]:
             holder = holders[known[-1]]
             text = cut((*holder.prompt, holder.output), len(known) * size)
         if rest := len(prompt) - len(known) * size:
-            text = (*text, Segment(next(own), rest))
+            text = (*text, Segment(next(new_ids), rest))
         request = SimulatedRequest(
             at=at,
             prompt=text,
-            output=Segment(next(own), len(output)),
+            output=Segment(next(new_ids), len(output)),
             session=None if source.retention is None else source.retention.session,
             tags=source.tags,
             priority=source.priority,
@@ -265,11 +265,11 @@ def _journal_requests(journal: Journal) -> Iterator[SimulatedRequest]:
 def _arrivals(journal: Journal) -> list[tuple[float, EngineCoreRequest]]:
     from hardpoint.journal.run import request_of  # noqa: PLC0415 - as above
 
-    found: dict[str, tuple[float, EngineCoreRequest]] = {}
+    arrivals: dict[str, tuple[float, EngineCoreRequest]] = {}
     for before, _, event in journal.events():
         for arrival in event.arrivals if event.failure is None else ():
-            found[arrival.request_id] = event.arrived(arrival, before), request_of(arrival)
-    return sorted(found.values(), key=lambda arrival: arrival[0])
+            arrivals[arrival.request_id] = event.arrived(arrival, before), request_of(arrival)
+    return sorted(arrivals.values(), key=lambda arrival: arrival[0])
 
 
 def _key_of_embeddings(source: EngineCoreRequest, span: range) -> bytes:  # noqa: ARG001
@@ -297,7 +297,7 @@ def read_guidellm(path: Path | str) -> list[SimulatedRequest]:
     benchmarks = plain.get("benchmarks") if isinstance(plain, dict) else None
     if not isinstance(benchmarks, list):
         raise TraceError(f"{path}: benchmarks: expected a list, got {typed.shown(benchmarks)}")
-    found: list[GuidellmRequest] = []
+    records: list[GuidellmRequest] = []
     for number, benchmark in enumerate(benchmarks):
         where = f"benchmarks[{number}].requests"
         requests = benchmark.get("requests") if isinstance(benchmark, dict) else None
@@ -306,26 +306,30 @@ def read_guidellm(path: Path | str) -> list[SimulatedRequest]:
             raise TraceError(
                 f"{path}: {where}.successful: expected a list, got {typed.shown(done)}"
             )
-        for place, one in enumerate(done):
+        for place, record in enumerate(done):
             inside = f"{where}.successful[{place}]"
             try:
-                found.append(typed.convert(one, GuidellmRequest, path=inside, error=TraceError))
+                records.append(
+                    typed.convert(record, GuidellmRequest, path=inside, error=TraceError)
+                )
             except TraceError as error:
                 raise TraceError(f"{path}: {error}") from None
-    return _guidellm_turns(found)
+    return _guidellm_turns(records)
 
 
-def _guidellm_turns(found: list[GuidellmRequest]) -> list[SimulatedRequest]:
-    own = itertools.count(_OWN_IDS)
+def _guidellm_turns(requests: list[GuidellmRequest]) -> list[SimulatedRequest]:
+    new_ids = itertools.count(_OWN_IDS)
     last: dict[str, SimulatedRequest] = {}
     turns = []
-    for one in sorted(found, key=lambda one: (one.request_start_time, one.info.turn_index)):
-        session = one.info.conversation_id
+    for request in sorted(
+        requests, key=lambda request: (request.request_start_time, request.info.turn_index)
+    ):
+        session = request.info.conversation_id
         before = last.get(session) if session is not None else None
         turn = SimulatedRequest(
-            at=one.request_start_time,
-            prompt=_after(before, one.prompt_tokens, own),
-            output=Segment(next(own), one.output_tokens),
+            at=request.request_start_time,
+            prompt=_after(before, request.prompt_tokens, new_ids),
+            output=Segment(next(new_ids), request.output_tokens),
             session=session,
         )
         if session is not None:
@@ -347,10 +351,10 @@ def read_mooncake(path: Path | str, *, block_size: int = 512) -> list[SimulatedR
         TraceError: a line is wrong.
         OSError: the file cannot be read.
     """
-    own, requests = itertools.count(_OWN_IDS), []
+    new_ids, requests = itertools.count(_OWN_IDS), []
     for where, line in _lines(path, MooncakeLine):
-        prompt = _blocks(where, line.hash_ids, line.input_length, block_size, own)
-        output = Segment(next(own), line.output_length)
+        prompt = _blocks(where, line.hash_ids, line.input_length, block_size, new_ids)
+        output = Segment(next(new_ids), line.output_length)
         requests.append(SimulatedRequest(at=line.timestamp / 1e3, prompt=prompt, output=output))
     return _from_zero(requests)
 
@@ -369,20 +373,20 @@ def read_bailian(path: Path | str, *, block_size: int = 16) -> list[SimulatedReq
         TraceError: a line is wrong.
         OSError: the file cannot be read.
     """
-    own = itertools.count(_OWN_IDS)
+    new_ids = itertools.count(_OWN_IDS)
     turns: dict[int, SimulatedRequest] = {}
     for where, line in _lines(path, BailianLine):
         if line.chat_id in turns:
-            raise TraceError(f"{where}: chat_id: {line.chat_id} is that of an earlier line")
+            raise TraceError(f"{where}: chat_id: {line.chat_id} is the id of an earlier line")
         before = turns.get(line.parent_chat_id)
         if line.hash_ids is not None:
-            prompt = _blocks(where, line.hash_ids, line.input_length, block_size, own)
+            prompt = _blocks(where, line.hash_ids, line.input_length, block_size, new_ids)
         else:
-            prompt = _after(before, line.input_length, own)
+            prompt = _after(before, line.input_length, new_ids)
         turns[line.chat_id] = SimulatedRequest(
             at=line.timestamp,
             prompt=prompt,
-            output=Segment(next(own), line.output_length),
+            output=Segment(next(new_ids), line.output_length),
             session=str(line.chat_id) if before is None else before.session,
         )
     return _from_zero(turns.values())
@@ -410,7 +414,7 @@ def _lines(path: Path | str, form: type[Line]) -> Iterator[tuple[str, Line]]:
 
 
 def _blocks(
-    where: str, ids: Sequence[int], length: int, block_size: int, own: Iterator[int]
+    where: str, ids: Sequence[int], length: int, block_size: int, new_ids: Iterator[int]
 ) -> tuple[Segment, ...]:
     """Return the segments of a prompt; tokens that no id stands for are its own."""
     whole, rest = divmod(length, block_size)
@@ -420,33 +424,37 @@ def _blocks(
             f"{where}: hash_ids: expected {few} for input_length {length} in blocks of "
             f"{block_size} tokens, got {len(ids)}"
         )
-    segments = [Segment(one, block_size) for one in ids[:whole]]
+    segments = [Segment(block_id, block_size) for block_id in ids[:whole]]
     if rest:
-        last = ids[whole] if len(ids) > whole else next(own)
+        last = ids[whole] if len(ids) > whole else next(new_ids)
         segments.append(Segment(last, rest))
     return tuple(segments)
 
 
-def _after(before: SimulatedRequest | None, length: int, own: Iterator[int]) -> tuple[Segment, ...]:
+def _after(
+    before: SimulatedRequest | None, length: int, new_ids: Iterator[int]
+) -> tuple[Segment, ...]:
     known = () if before is None else (*before.prompt, before.output)
     prompt = cut(known, length - 1)
     left = length - sum(segment.length for segment in prompt)
-    return (*prompt, Segment(next(own), left))
+    return (*prompt, Segment(next(new_ids), left))
 
 
 def _from_zero(requests: Iterable[SimulatedRequest]) -> list[SimulatedRequest]:
-    """Return requests in the order of their times, the first of which is 0.
+    """Return requests in the order of their times, beginning at 0.
 
     Those that end their conversations are marked as its last.
     """
-    found = sorted(requests, key=lambda request: request.at)
-    start = found[0].at if found else 0.0
-    last = {request.session: place for place, request in enumerate(found)}
+    ordered = sorted(requests, key=lambda request: request.at)
+    start = ordered[0].at if ordered else 0.0
+    last = {request.session: place for place, request in enumerate(ordered)}
     return [
         msgspec.structs.replace(
-            one, at=one.at - start, is_last=one.session is not None and last[one.session] == place
+            ordered_request,
+            at=ordered_request.at - start,
+            is_last=ordered_request.session is not None and last[ordered_request.session] == place,
         )
-        for place, one in enumerate(found)
+        for place, ordered_request in enumerate(ordered)
     ]
 
 

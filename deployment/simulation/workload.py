@@ -1,4 +1,4 @@
-"""Requests of a simulation: when they come, how long they are, and what they share."""
+"""Requests of a simulation: their times, lengths and common prefixes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_IDS = 2**32 - 1  # a token is hashed as uint32
 
 
 class Segment(NamedTuple):
-    """A text that requests may share, of which the length alone is known.
+    """A text of known length that requests may share.
 
     Two prompts have as many leading tokens in common as they have leading segments in common.
 
@@ -93,13 +93,13 @@ def _params(max_tokens: int) -> SamplingParams:
 
 def cut(segments: Iterable[Segment], length: int) -> tuple[Segment, ...]:
     """Return the first tokens of segments, at most so many."""
-    kept: list[Segment] = []
+    cut_segments: list[Segment] = []
     for segment in segments:
         if length <= 0:
             break
-        kept.append(Segment(segment.id, min(segment.length, length)))
+        cut_segments.append(Segment(segment.id, min(segment.length, length)))
         length -= segment.length
-    return tuple(kept)
+    return tuple(cut_segments)
 
 
 def sped_up(requests: Iterable[SimulatedRequest], factor: float) -> Iterator[SimulatedRequest]:

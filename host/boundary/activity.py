@@ -145,7 +145,7 @@ class Activity:
         return other
 
     def close(self) -> None:
-        """Release the file; what was written last can still be read. For readers."""
+        """Release the file; the last record stays readable. For readers."""
         self._use(bytearray(self._memory))
 
     def _use(self, memory: mmap.mmap | bytearray) -> None:
@@ -284,7 +284,7 @@ class PluginCalls:
         return number
 
     def run(self, method: str, function: Callable[P, R], *arguments: P.args, **more: P.kwargs) -> R:
-        """Call a method of the plugin; return what it returns."""
+        """Call a method of the plugin; return its result."""
         number, cells = self._numbers.get(method) or self.number(method), self.cells
         outer, cells[0] = cells[0], number
         reads = self.settings

@@ -1,4 +1,4 @@
-"""An attention backend whose results are checked; a wrong one names it."""
+"""An attention backend with checked results; a wrong one names it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CACHE_EXTRA = 1 << 20  # bytes that a cache may have besides its blocks
 
 
 class CheckedAttention:
-    """An attention backend whose sizes, caches and outputs are checked.
+    """An attention backend with checked sizes, caches and outputs.
 
     Attributes:
         backend: the backend of all layers.
@@ -68,8 +68,9 @@ class CheckedAttention:
         self.backend, self.source = backend, source
         self._rotate = None if _rotates(backend) else rotate
         # A backend that does not know of values in keys stores these twice, whole.
-        own = specs if backend.shares_values else [replace(s, value_size=None) for s in specs]
-        self.specs, self._value_sizes = own, [spec.value_size for spec in specs]
+        keeps_both = not backend.shares_values
+        self.specs = [replace(s, value_size=None) for s in specs] if keeps_both else specs
+        self._value_sizes = [spec.value_size for spec in specs]
         self.groups, self.states = groups.groups, states
         self.group_of, self._cache_of = groups.group_of, groups.cache_of
         self.kv_layout = (backend.kv_layout, backend.kv_layout_version)
@@ -146,7 +147,7 @@ class CheckedAttention:
         """Return the recurrence of a step in layers with states.
 
         Args:
-            caches: what `allocate` returned.
+            caches: the result of `allocate`.
             steps: one per group.
         """
         return no_states if self.states is None else self.states.of_step(caches, steps)
@@ -160,7 +161,7 @@ class CheckedAttention:
 
         Raises:
             ConfigError: the backend has none.
-            PluginFaultError: they are not what they should be.
+            PluginFaultError: they have a wrong form.
         """
         result = []
         for cache, size in zip(caches, self._sizes, strict=True):
@@ -228,25 +229,25 @@ class CheckedAttention:
                 self._rotate(x if size == spec.head_size else x[..., :size], angles)
             out = self.backend.attend(spec, cache, plan, *qkv)
         shape = (*q.shape[:2], spec.value_size or q.shape[2])
-        found = isinstance(out, torch.Tensor) and (out.shape, out.dtype, out.device)
-        if found != (shape, q.dtype, q.device):
+        form = isinstance(out, torch.Tensor) and (out.shape, out.dtype, out.device)
+        if form != (shape, q.dtype, q.device):
             expected = f"a {q.dtype} tensor {list(shape)} on {q.device}"
             raise wrong_result(self.source, method, out, expected)
-        kept = self._value_sizes[layer]
-        return out if kept is None else out[..., -kept:]
+        value_size = self._value_sizes[layer]
+        return out if value_size is None else out[..., -value_size:]
 
 
 def _refuse_lacking(
     backend: AttentionBackend, source: Source, specs: Sequence[KVSpec], sees_ahead: bool
 ) -> None:
-    for flag, what, needed in (
+    for flag, feature, needed in (
         ("softcaps", "soft cap of attention scores", [s.softcap is not None for s in specs]),
         ("has_sinks", "sinks of attention", [s.sinks is not None for s in specs]),
         ("sees_ahead", "tokens that see later ones of an image", [sees_ahead for _ in specs]),
     ):
         if True in needed and not getattr(backend, flag):
             raise ModelError(
-                f"attention.use: {source} has no {what} (its class says {flag} = False), which "
+                f"attention.use: {source} has no {feature} ({flag} = False in its class), which "
                 f"layer {needed.index(True)} needs; choose another attention backend for this model"
             )
 

@@ -1,4 +1,4 @@
-"""Models and weight loaders whose results are checked.
+"""Models and weight loaders with checked results.
 
 A wrong one names its plugin.
 """
@@ -37,20 +37,20 @@ def is_replayable(component: Component) -> bool:
 
 
 class CheckedModel:
-    """A model whose shapes, KV specs, hidden states and logits are checked.
+    """A model with checked shapes, KV specs, hidden states and logits.
 
     Attributes:
         source: source of the model.
         shapes: shapes of the weights, by Hugging Face name.
         needed: the shapes of the parts of them that this rank needs.
-        cuts: these parts, of those that it does not need whole.
+        cuts: these parts, for weights that it needs in part only.
         specs: one per attention layer.
         states: tensors of each layer that keeps a state.
         is_replayable: whether the model's class declares it.
         routed_experts: layers, and experts that a token has in each; None if it reports none.
-        kv_variant: what the bytes of its KV blocks depend on besides weights and config.
-        hooks: what step parts change in its layers.
-        called_hooks: names of those that it called in the last trial step.
+        kv_variant: dependence of the bytes of its KV blocks besides weights and config.
+        hooks: hooks for step parts in its layers.
+        called_hooks: names of the hooks that it called in the last trial step.
     """
 
     def __init__(self, model: Model, source: Source) -> None:
@@ -92,7 +92,7 @@ class CheckedModel:
 
         Args:
             num_tokens: number of tokens of the step, in sequences of the maximum length.
-            num_rows: hidden states whose logits are computed, at most.
+            num_rows: most hidden states to compute logits of.
 
         Raises:
             PluginFaultError: a method raised, attention was called with something else than
@@ -152,7 +152,7 @@ class CheckedModel:
             boundary.end(f"{method}()", cause, PASSING, "in a trial step")
 
     def empty_hidden(self, num_tokens: int) -> torch.Tensor:
-        """Return room for what the stage before passes on, [tokens, hidden_size]."""
+        """Return memory for the hidden states of the stage before, [tokens, hidden_size]."""
         context = self._model.context
         shape = num_tokens, self._model.hidden_size
         return torch.empty(shape, dtype=context.dtype, device=context.device)
@@ -210,25 +210,25 @@ class CheckedModel:
         Raises:
             PluginFaultError: the model returned something else.
         """
-        found = self._model.encode_media(modality, items)
+        embeddings = self._model.encode_media(modality, items)
         size = self._model.hidden_size
         device = items[0].device if items else self._model.context.device
         if (
-            not isinstance(found, Sequence)
-            or len(found) != len(items)
-            or not all(isinstance(one, torch.Tensor) and one.dim() == 2 for one in found)
-            or not all(one.shape[1] % size == 0 and one.device == device for one in found)
+            not isinstance(embeddings, Sequence)
+            or len(embeddings) != len(items)
+            or not all(isinstance(x, torch.Tensor) and x.dim() == 2 for x in embeddings)
+            or not all(x.shape[1] % size == 0 and x.device == device for x in embeddings)
         ):
             expected = f"{len(items)} tensors [length, {size}] on {device}"
-            raise self._wrong("encode_media", found, expected)
-        return list(found)
+            raise self._wrong("encode_media", embeddings, expected)
+        return list(embeddings)
 
     def become(self, other: CheckedModel) -> Model:
         """Be another model of the same class, configuration and share; return the earlier one."""
         earlier, self._model, self.hooks = self._model, other._model, other.hooks
-        for own, new in zip(self.specs, other.specs, strict=True):  # which attention has
-            if own.sinks is not None and new.sinks is not None:
-                own.sinks.copy_(new.sinks)
+        for spec, new in zip(self.specs, other.specs, strict=True):  # which attention has
+            if spec.sinks is not None and new.sinks is not None:
+                spec.sinks.copy_(new.sinks)
         return earlier
 
     def _stated(self, method: str, value: Any) -> Any:
@@ -239,7 +239,7 @@ class CheckedModel:
 
 
 class _TrialAttention:
-    """The attention of a trial step: checks what it is called with, and gives zeros."""
+    """The attention of a trial step: checks its arguments, and returns zeros."""
 
     def __init__(
         self, source: Source, specs: Sequence[KVSpec], dtype: torch.dtype, positions: torch.Tensor
@@ -284,7 +284,7 @@ class _TrialAttention:
             ):
                 raise self._wrong(
                     f"called attend for layer {layer} with {name} = {shown(tensor)}, expected a "
-                    f"{self._dtype} tensor {list(shape)} on {device}, as kv_specs() says"
+                    f"{self._dtype} tensor {list(shape)} on {device}, by kv_specs()"
                 )
         if spec.value_size is not None and v is not k:
             raise self._wrong(
@@ -322,8 +322,8 @@ class _TrialAttention:
                 f"has {len(self._specs)} layers"
             )
 
-    def _wrong(self, what: str) -> PluginFaultError:
-        return PluginFaultError(f"{self._source}: its forward() {what}")
+    def _wrong(self, problem: str) -> PluginFaultError:
+        return PluginFaultError(f"{self._source}: its forward() {problem}")
 
 
 def checked_weights(
@@ -391,5 +391,5 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def wrong_result(source: Source, method: str, got: Any, expected: str) -> PluginFaultError:
-    """Return the fault of a plugin whose method returned something else than it should."""
+    """Return the fault of a plugin for a wrong result of a method."""
     return PluginFaultError(f"{source}: its {method}() gave {shown(got)}, expected {expected}")

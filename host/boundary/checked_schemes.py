@@ -1,4 +1,4 @@
-"""Calls of quantisation schemes and of their matrices, whose results are checked."""
+"""Calls of quantization schemes and of their matrices, with checked results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SchemeCalls:
-    """Calls a scheme and its matrices for one weight; what fails names the scheme.
+    """Calls a scheme and its matrices for one weight; errors name the scheme.
 
     Attributes:
         name: name of the weight.
@@ -57,7 +57,7 @@ class SchemeCalls:
         Args:
             method: its name.
             function: calls it.
-            returned: what it has to return.
+            returned: the check of its result.
             refuses: whether a ValueError means that the weight is wrong.
 
         Raises:
@@ -118,14 +118,14 @@ class SchemeCalls:
         """Return the error of a method that gave something else than it should."""
         return wrong_result(self.source, method, got, f"{expected}, for {self.name!r}")
 
-    def _wrong(self, what: str) -> ModelError:
+    def _wrong(self, problem: str) -> ModelError:
         return ModelError(
-            f"model: weight {self.name!r} of {self.checkpoint!r}: {self.component.name}: {what}"
+            f"model: weight {self.name!r} of {self.checkpoint!r}: {self.component.name}: {problem}"
         )
 
 
 class CheckedMatrix(QuantizedMatrix):
-    """A matrix of a scheme's own class, whose numbers and products are checked."""
+    """A matrix of a scheme's own class, with checked numbers and products."""
 
     def __init__(self, matrix: QuantizedMatrix, calls: SchemeCalls) -> None:
         self._matrix, self._calls = matrix, calls
@@ -137,7 +137,7 @@ class CheckedMatrix(QuantizedMatrix):
 
     @property
     def alignment(self) -> int:
-        """Columns at whose multiples the matrix can be cut."""
+        """Columns per unit; the matrix can be cut between units."""
         return self._matrix.alignment
 
     def rows(self, start: int, stop: int) -> QuantizedMatrix:

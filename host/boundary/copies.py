@@ -55,7 +55,7 @@ def _end_on_return(frame: FrameType | None) -> None:
 
 
 def _end(_frame: FrameType, _event: str, _value: Any) -> None:
-    """End this process without any cleanup of what is its parent's."""
+    """End this process without cleanup of the parent's resources."""
     os._exit(0)
 
 
@@ -73,8 +73,8 @@ class _EndOfThread:
 
 
 def _log_fork() -> None:
-    found = _forking()
-    if found is not None and (key := (str(found[0]), found[1])) not in _named:
+    fork = _forking()
+    if fork is not None and (key := (str(fork[0]), fork[1])) not in _named:
         _named.add(key)
         _log.warning(
             "%s: its %s() forked this process (pid %d); a copy that returns from it is ended",
@@ -84,7 +84,7 @@ def _log_fork() -> None:
 
 
 def _forking() -> tuple[Source, str] | None:
-    """Return the innermost plugin in whose method or hook this thread is, and that.
+    """Return the innermost plugin that this thread runs, and its method or hook.
 
     An executor may start its workers in this way, and is not returned.
     """

@@ -90,15 +90,15 @@ _WORKER = ("hardpoint.core.worker.", "hardpoint.core.weights.", "hardpoint.host.
 
 
 def responsible_plugin(error: BaseException, plugins: PluginSet) -> Source | None:
-    """Return the plugin in whose method an error was raised, the innermost of several.
+    """Return the plugin that raised an error, the innermost of several.
 
-    An executor runs the worker, and is not responsible for what the worker itself does wrong.
+    An executor runs the worker, and is not responsible for errors of the worker itself.
     """
-    found, _ = innermost(error, _owner_of) or (None, "")
-    if not isinstance(found, Component):
+    owner, _ = innermost(error, _owner_of) or (None, "")
+    if not isinstance(owner, Component):
         return None
     for entry in plugins.manifest.tree():
-        if entry.name == found.name and plugins.loaded(entry) is type(found):
+        if entry.name == owner.name and plugins.loaded(entry) is type(owner):
             return entry.source
     return None
 

@@ -40,7 +40,7 @@ class StepFaults:
         """Start without faults.
 
         Args:
-            ends_engine: names of the plugins whose faults end the engine (`plugins.on_error`).
+            ends_engine: names of the plugins with faults of scope engine (`plugins.on_error`).
             slow_seconds: above which a plugin's time in a step is counted; 0 is never.
         """
         self._ends_engine = frozenset(ends_engine)
@@ -123,7 +123,7 @@ class StepFaults:
 
 
 def _count(counts: dict[str, StepFault], name: str, message: str) -> bool:
-    """Count one more under a name; return whether it is the first, whose message is kept."""
+    """Count one more under a name; return whether it is the first, which keeps its message."""
     before = counts.get(name)
     counts[name] = StepFault(before.count + 1, before.message) if before else StepFault(1, message)
     return before is None
@@ -143,7 +143,7 @@ C = TypeVar("C", bound=Component)
 
 
 class Fanout(Generic[C]):
-    """Calls all `components` of a kind, guarded, and reports what one raises to its reporter."""
+    """Calls all `components` of a kind, guarded, and reports exceptions to their reporters."""
 
     def __init__(self, components: Sequence[tuple[C, FaultReporter, PluginCalls]]) -> None:
         """`components` come with the reporters of their faults, in the order of calls."""
@@ -155,10 +155,10 @@ class Fanout(Generic[C]):
         return bool(self.components)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every component; return what they return.
+        """Call a method of every component; return the results.
 
         Raises:
-            PluginFaultError: a component whose faults end the engine failed; all were called.
+            PluginFaultError: a component with faults of scope engine failed; all were called.
         """
         results, fatal = [], None  # type: list[Any], PluginFaultError | None
         for component in self.components:
@@ -174,7 +174,7 @@ class Fanout(Generic[C]):
         """Close every component.
 
         Raises:
-            PluginFaultError: a component whose faults end the engine failed; all were closed.
+            PluginFaultError: a component with faults of scope engine failed; all were closed.
         """
         self.call("close")
 
@@ -182,7 +182,7 @@ class Fanout(Generic[C]):
 def create_all(
     plugins: PluginSet, kind: str, faults: StepFaults, context: type[Context[C]], **fields: Any
 ) -> list[tuple[C, FaultReporter, PluginCalls]]:
-    """Create every enabled component of a kind; if one fails, close those before it.
+    """Create every enabled component of a kind; if one fails, close the earlier ones.
 
     Args:
         plugins: the enabled plugins.
@@ -192,7 +192,7 @@ def create_all(
         fields: fields of the context, without name and options.
 
     Returns:
-        The components, each with the reporter of its faults and what calls its methods.
+        The components, each with the reporter of its faults and its calls.
 
     Raises:
         PluginError: a component could not be built.

@@ -1,4 +1,4 @@
-"""The guard around a plugin's component: made from what the contract declares with each method.
+"""The guard around a plugin's component, from the contract's declaration of each method.
 
 Each call is recorded and timed, its result checked. What a plugin does wrong is reported with its
 cause, and the declared default decides in its place; without one, it is an error that names it.
@@ -59,7 +59,7 @@ class Guarded:
 
     Attributes:
         wrapped: the component.
-        boundary: what its calls pass.
+        boundary: the boundary that its calls pass.
         reads: read its properties, by name.
     """
 
@@ -90,7 +90,7 @@ class Boundary:
 
     @classmethod
     def naming(cls, kind: str, source: Source) -> Boundary:
-        """Return that of a component of which no method has a default."""
+        """Return the boundary of a component without default methods."""
         return cls(_unreported, PluginCalls(UNWATCHED, kind, source))
 
     def method(
@@ -101,7 +101,7 @@ class Boundary:
         declared: Callable[..., Any],
         hand_over: HandOver,
     ) -> Callable[..., Any]:
-        """Return a method that raises nothing and returns what can be used.
+        """Return a method that raises nothing and returns usable values.
 
         Args:
             name: name of the method.
@@ -121,18 +121,18 @@ class Boundary:
         calls, clock = self.calls, time.perf_counter
         cells, number, reads = calls.cells, calls.number(name), calls.settings
 
-        def call(*given: Any, **more: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
             if more:
-                given = inspect.signature(declared).bind(None, *given, **more).args[1:]
+                args = inspect.signature(declared).bind(None, *args, **more).args[1:]
             outer, cells[0], began = cells[0], number, clock()
             settings = None if reads is None else reads[0]()
             try:
-                handed = given if adapt is None else (adapt(given[0]), *given[1:])
-                value = function(*handed)
-                return None if check is None else check(value, handed, given)
+                adapted = args if adapt is None else (adapt(args[0]), *args[1:])
+                value = function(*adapted)
+                return None if check is None else check(value, adapted, args)
             except BaseException as cause:
-                self._failed(name, _call_text(name, first, given), cause)
-                return otherwise(*given)
+                self._failed(name, _call_text(name, first, args), cause)
+                return otherwise(*args)
             finally:
                 if reads is not None and reads[0]() != settings:
                     changed(settings, calls.source, name)
@@ -167,22 +167,22 @@ class Boundary:
         function: Callable[..., Any],
         use: Callable[[Any], Any] | None = None,
     ) -> Callable[..., Any]:
-        """Return a method that raises errors that name the plugin, and what its caller is to get.
+        """Return a method whose errors name the plugin and the outcome for its caller.
 
         Args:
             name: name of the method.
-            behaviour: what the contract declares of it.
+            behaviour: the contract's declaration of it.
             function: the component's method.
-            use: what makes of its checked result what the engine uses.
+            use: converts its checked result for the engine.
         """
         check = None if behaviour.returned is None else behaviour.returned.check
         run = self.calls.run
 
-        def call(*given: Any, **more: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
             try:
-                value = run(name, function, *given, **more)
+                value = run(name, function, *args, **more)
                 if check is not None:
-                    value = check(value, given, given)
+                    value = check(value, args, args)
                 return value if use is None else use(value)
             except BaseException as cause:
                 self.end(name, cause, behaviour)
@@ -196,14 +196,14 @@ class Boundary:
 
         Args:
             name: name of the method.
-            error: what it raised, or an UnusableError.
-            behaviour: what the contract declares of it.
+            error: raised by the method, or an UnusableError.
+            behaviour: the contract's declaration of it.
             of: what it was called for, as a part of the message. The component itself is named
                 then, and none that it called.
 
         Raises:
             PluginFaultError: names the plugin.
-            RequestError: the same, of a method whose faults refuse the request.
+            RequestError: the same, of a method with faults that refuse the request.
             BaseException: the error itself, if it is meant for the caller or names a plugin.
         """
         problem, cause = _problem(error)
@@ -217,10 +217,10 @@ class Boundary:
             source, name = responsible(error, source, name)
         if of:
             problem += f" {of}" if cause is error else f", {of}"
-        what = f"its {name} {problem}" + (f": {describe(cause)}" if cause is not None else "")
+        message = f"its {name} {problem}" + (f": {describe(cause)}" if cause is not None else "")
         if behaviour.refuses:
-            raise RequestError(f"{behaviour.refuses} {source.name!r}: {what}") from cause
-        fault = PluginFaultError(f"{source}: {what}")
+            raise RequestError(f"{behaviour.refuses} {source.name!r}: {message}") from cause
+        fault = PluginFaultError(f"{source}: {message}")
         fault.plugin = source.name
         raise fault from cause
 
@@ -246,10 +246,10 @@ def guard(
     hand_over: HandOver | None = None,
     uses: Uses | None = None,
 ) -> C:
-    """Return a component of the same kind around one, whose methods do what is declared of them.
+    """Return a guarded component of the same kind; its methods behave as declared.
 
-    Those with a default raise nothing, the others errors that name the plugin. The methods of which
-    nothing is declared are recorded and timed; with `report`, they raise what they raise.
+    Methods with a default raise nothing, the others errors that name the plugin. Undeclared
+    methods are recorded and timed; with `report`, their own errors are raised.
 
     Args:
         component: to guard.
@@ -267,10 +267,10 @@ def guard(
     source = context.source or Source(context.name, "", "", "", "")
     calls = calls or PluginCalls(UNWATCHED, kind, source)
     boundary = Boundary(_unreported if report is None else report, calls, component)
-    own, use = vars(guarded), (uses or {}).get
-    own.update(wrapped=component, boundary=boundary, context=context)
-    own.update(name=context.name, options=context.options)
-    own["reads"] = {
+    members, use = vars(guarded), (uses or {}).get
+    members.update(wrapped=component, boundary=boundary, context=context)
+    members.update(name=context.name, options=context.options)
+    members["reads"] = {
         name: boundary.named(name, declared, functools.partial(getattr, component, name), use(name))
         for name, declared in _declared_properties(interface)
     }
@@ -278,27 +278,27 @@ def guard(
         function = getattr(component, name)
         behaviour = behaviour_of(interface, name) or (_NAMED if report is None else None)
         if behaviour is None:
-            own[name] = boundary.calls.bound(name, function)
+            members[name] = boundary.calls.bound(name, function)
         elif behaviour.otherwise is None:
             # Looked up with each call, which costs little: a tokenizer may change its methods.
             function = functools.partial(_call, component, name)
-            own[name] = boundary.named(name, behaviour, function, use(name))
+            members[name] = boundary.named(name, behaviour, function, use(name))
         else:
-            own[name] = boundary.method(name, behaviour, function, declared, hand_over or {})
+            members[name] = boundary.method(name, behaviour, function, declared, hand_over or {})
     return cast(C, guarded)
 
 
 def checked(
-    value: T, interface: type, method: str, plugin: object, *, given: Sequence[Any] = ()
+    value: T, interface: type, method: str, plugin: object, *, arguments: Sequence[Any] = ()
 ) -> T:
     """Return a method's result, checked as declared; for calls that are written by hand.
 
     Args:
-        value: what it returned.
+        value: its result.
         interface: class that declares the method.
         method: its name as messages have it, with or without "()".
         plugin: names it.
-        given: its arguments, where the check needs them.
+        arguments: its arguments, where the check needs them.
 
     Raises:
         PluginFaultError: it is something else.
@@ -307,7 +307,7 @@ def checked(
     assert behaviour is not None
     assert behaviour.returned is not None, f"nothing is declared of {method}"
     try:
-        return cast(T, behaviour.returned.check(value, given, given))
+        return cast(T, behaviour.returned.check(value, arguments, arguments))
     except UnusableError as wrong:
         raise PluginFaultError(f"{plugin}: its {method} {wrong}") from wrong.__cause__
 
@@ -335,8 +335,8 @@ def _guarded_type(interface: type[Component]) -> type[Component]:
     return cast(type[Component], cls)
 
 
-def _call(component: Component, method: str, /, *given: Any, **more: Any) -> Any:
-    return getattr(component, method)(*given, **more)
+def _call(component: Component, method: str, /, *args: Any, **more: Any) -> Any:
+    return getattr(component, method)(*args, **more)
 
 
 def _read(name: str, guarded: Guarded) -> Any:
@@ -345,27 +345,27 @@ def _read(name: str, guarded: Guarded) -> Any:
 
 @functools.cache
 def _declared_properties(interface: type[Component]) -> list[tuple[str, Behaviour]]:
-    found = ((name, inspect.getattr_static(interface, name)) for name in dir(interface))
-    names = [name for name, member in found if isinstance(member, property)]
+    members = ((name, inspect.getattr_static(interface, name)) for name in dir(interface))
+    names = [name for name, member in members if isinstance(member, property)]
     return [(name, declared) for name in names if (declared := behaviour_of(interface, name))]
 
 
 @functools.cache
 def _methods(interface: type[Component]) -> list[tuple[str, Callable[..., Any]]]:
-    found = ((name, inspect.getattr_static(interface, name)) for name in dir(interface))
-    return [(name, f) for name, f in found if inspect.isfunction(f) and not name.startswith("_")]
+    members = ((name, inspect.getattr_static(interface, name)) for name in dir(interface))
+    return [(name, f) for name, f in members if inspect.isfunction(f) and not name.startswith("_")]
 
 
-def _call_text(name: str, first: str, given: Sequence[Any]) -> str:
+def _call_text(name: str, first: str, args: Sequence[Any]) -> str:
     match first:
         case "request":
-            return f"{name}() of request {_short(given[0].request_id)}"
+            return f"{name}() of request {_short(args[0].request_id)}"
         case "group":
-            return f"{name}() of group {_short(given[0])}"
+            return f"{name}() of group {_short(args[0])}"
         case "block_ids":
-            return f"{name}() of {blocks(len(given[0]))}"
+            return f"{name}() of {blocks(len(args[0]))}"
         case "count":
-            return f"{name}({given[0]})"
+            return f"{name}({args[0]})"
     return f"{name}()"
 
 
@@ -375,24 +375,24 @@ def blocks(number: int) -> str:
 
 
 def _sortable(behaviour: Behaviour, keys: SortKeys) -> Behaviour:
-    """Return the behaviour of a method whose values are wrapped, so that all of them compare."""
+    """Return the behavior of a method with wrapped values, so that all of them compare."""
     returned, default = behaviour.returned, behaviour.otherwise
     assert returned is not None
     assert default is not None
     decide = default.decide
 
-    def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> SortKey:
-        returned.check(value, handed, given)
-        return SortKey(keys.owner(given), decide(*given), value, keys)
+    def check(value: Any, adapted: Sequence[Any], args: Sequence[Any]) -> SortKey:
+        returned.check(value, adapted, args)
+        return SortKey(keys.owner(args), decide(*args), value, keys)
 
-    def otherwise(*given: Any) -> SortKey:
-        return SortKey(keys.owner(given), decide(*given))
+    def otherwise(*args: Any) -> SortKey:
+        return SortKey(keys.owner(args), decide(*args))
 
     return Behaviour(Returned(returned.text, check), Default(default.text, otherwise))
 
 
 class SortKeys:
-    """The values that one method gave to sort by; reports those that do not compare."""
+    """The sort keys that one method gave; reports keys that do not compare."""
 
     def __init__(self, name: str, first: str, boundary: Boundary) -> None:
         """`name` and `first` are the method's, and its first parameter's."""
@@ -400,14 +400,14 @@ class SortKeys:
         self._of_requests = first == "request"
         self._boundary = boundary
 
-    def owner(self, given: Sequence[Any]) -> Hashable:
+    def owner(self, args: Sequence[Any]) -> Hashable:
         """Return the id of the request, or the group, of a call."""
-        owner: Hashable = given[0].request_id if self._of_requests else given[0]
+        owner: Hashable = args[0].request_id if self._of_requests else args[0]
         return owner
 
-    def report(self, one: SortKey, other: SortKey, cause: BaseException) -> None:
+    def report(self, key: SortKey, other: SortKey, cause: BaseException) -> None:
         """Report two keys that do not compare."""
-        owners = f"{_short(one.owner)} and {_short(other.owner)}"
+        owners = f"{_short(key.owner)} and {_short(other.owner)}"
         self._boundary.report(f"{self._prefix} {owners} do not compare", cause)
 
 

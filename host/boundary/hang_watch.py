@@ -1,4 +1,4 @@
-"""Notices an engine process that hangs: from outside, by what it records of itself."""
+"""Detects an engine process that hangs, from outside, by its recorded activity."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def raise_fault(message: str, cause: BaseException | None = None) -> None:
 
 
 class Eviction:
-    """Completes what an eviction policy returns, if it is not what the pool needs.
+    """Completes the result of an eviction policy, if it is not what the pool needs.
 
     The pool's candidates are authoritative. After a fault the policy's own state may differ from
     them; its next answers are then reported as wrong in turn, and the missing blocks chosen here.
@@ -51,7 +51,7 @@ class Eviction:
             self._policy.taken(tuple(block_ids))
 
     def dropped(self, block_ids: Sequence[int]) -> None:
-        """Notify the policy of candidates whose content is gone."""
+        """Notify the policy of candidates that have lost their content."""
         if self._policy is not None and block_ids:
             self._policy.dropped(tuple(block_ids))
 
@@ -101,7 +101,7 @@ class KVEventFanout:
         """Store the publishers.
 
         Args:
-            publishers: each with the reporter of its faults and what calls its methods.
+            publishers: each with the reporter of its faults and its calls.
             wall_clock: seconds since 1970.
             follow: is called with the events after the publishers.
         """
@@ -118,7 +118,7 @@ class KVEventFanout:
         """Publish the events of a step, if there are any.
 
         Raises:
-            PluginFaultError: a publisher whose faults end the engine failed; all were called.
+            PluginFaultError: a publisher with faults of scope engine failed; all were called.
         """
         if events and self._publishers:
             batch = read_only(KVEventBatch(self._wall_clock(), list(events), self._rank))
@@ -130,6 +130,6 @@ class KVEventFanout:
         """Close all publishers.
 
         Raises:
-            PluginFaultError: a publisher whose faults end the engine failed; all were closed.
+            PluginFaultError: a publisher with faults of scope engine failed; all were closed.
         """
         self._publishers.close()

@@ -26,7 +26,7 @@ class PluginHealth:
 
     Attributes:
         ended: by plugin name, the number of requests that it ended.
-        newest, first: by plugin name, ids of the newest, and what it did to the first.
+        newest, first: by plugin name, ids of the newest, and its effect on the first.
         deadly: by plugin name, why it is quarantined: it ran when the engine died.
         notify: called with each fault that is recorded here, for other frontends to `add`.
     """
@@ -41,7 +41,7 @@ class PluginHealth:
         self.notify: NotifyFault = lambda *_: None
 
     def use(self, plugins: PluginSet, quarantine_after: int) -> None:
-        """Count for another generation of the plugins; what was counted stays."""
+        """Count for another generation of the plugins; earlier counts stay."""
         entries = (e for kind in _QUARANTINED for e in plugins.entries(kind))
         self._dispensable = {entry.name for entry in entries if is_third_party(entry)}
         self._quarantine_after = quarantine_after

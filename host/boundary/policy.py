@@ -184,7 +184,7 @@ class PolicyArguments:
     ) -> dict[str, dict[str, Any]]:
         """Return `plugin_args` of a request that was resolved for another policy.
 
-        What its caller gave is converted, and prepared without a tokenizer.
+        The caller's arguments are converted, and prepared without a tokenizer.
 
         Args:
             request: live, or arriving.
@@ -193,17 +193,17 @@ class PolicyArguments:
         Raises:
             RequestError: it does not fit this policy.
         """
-        kept = {k: v for k, v in request.plugin_args.items() if not k.startswith(f"{_KIND}/")}
-        given: dict[str, Any] = {}
-        for key in request.plugin_args.keys() - kept.keys():
+        others = {k: v for k, v in request.plugin_args.items() if not k.startswith(f"{_KIND}/")}
+        fields: dict[str, Any] = {}
+        for key in request.plugin_args.keys() - others.keys():
             plain, before = request.plugin_args[key], replaced.get(key)
             if before is not None and before.cls is self.cls:
-                return {**kept, self.key: plain}
-            given |= plain if before is None else given_fields(before.cls.Arguments, plain)
-        if given and not self.takes_any:
-            raise RequestError(f"{self._path}: {self.key} takes no arguments, got {shown(given)}")
+                return {**others, self.key: plain}
+            fields |= plain if before is None else given_fields(before.cls.Arguments, plain)
+        if fields and not self.takes_any:
+            raise RequestError(f"{self._path}: {self.key} takes no arguments, got {shown(fields)}")
         source, path = self._entry.source, self._path
-        arguments = convert_arguments(source, self.cls.Arguments, given, path)
+        arguments = convert_arguments(source, self.cls.Arguments, fields, path)
         if prepares(self.cls):
             context = PrepareContext(
                 options=self._options,
@@ -214,9 +214,9 @@ class PolicyArguments:
                 tokenizer=None,
             )
             arguments = prepare_arguments(source, self.cls, arguments, context, path)
-        elif not given:
-            return kept
-        return {**kept, self.key: msgspec.to_builtins(arguments, str_keys=False)}
+        elif not fields:
+            return others
+        return {**others, self.key: msgspec.to_builtins(arguments, str_keys=False)}
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class PolicySlot:
     """Holds an engine's policy, guarded, and replaces it on a running engine.
 
     Attributes:
-        policy: what schedulers call.
+        policy: the policy that schedulers call.
         source: names it.
     """
 
@@ -270,7 +270,7 @@ class PolicySlot:
     def take_arguments(self, request: EngineCoreRequest) -> None:
         """Check a new request's arguments for the policy.
 
-        Those for a policy that was replaced while the request was sent are converted.
+        Arguments for a policy that was replaced while the request was sent are converted.
 
         Raises:
             RequestError: they do not fit.

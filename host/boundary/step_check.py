@@ -96,7 +96,7 @@ class ResultCheck:
     """Finds the requests for which an executor returned too little, too much or nothing."""
 
     def __init__(self, executor: str, scheduler: Scheduler) -> None:
-        """Store what names the executor, and the scheduler, which knows the live requests."""
+        """Store the executor's name, and the scheduler, which knows the live requests."""
         self._executor = executor
         self._scheduler = scheduler
 
@@ -113,19 +113,19 @@ class ResultCheck:
             )
 
     def check(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
-        """Return the faults of requests, by id; those of the plan are added to the result, too."""
+        """Return the faults of requests, by id; add faults of planned requests to the result."""
         if _is_plain(plan, result) or result.invalid_block_ids:
             return {}
-        found = {
+        faults = {
             request_id: RequestFault(
                 f"{self._executor}: for step {plan.step} it returned {message}"
             )
             for request_id, message in self._differences(plan, result)
         }
-        for request_id in found.keys() & plan.num_scheduled_tokens.keys():
-            result.faults[request_id] = found[request_id]
+        for request_id in faults.keys() & plan.num_scheduled_tokens.keys():
+            result.faults[request_id] = faults[request_id]
             result.sampled_token_ids.pop(request_id, None)
-        return found
+        return faults
 
     def _differences(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
@@ -179,7 +179,7 @@ def _range(limit: int) -> str:
 
 
 def watched(component: C, *methods: str) -> C:
-    """Return a component whose methods name it if they change torch's settings, and restore them.
+    """Return a component with methods that restore torch's settings, and name the component.
 
     Only a third party's component is watched. An executor may set the number of threads.
     """
@@ -188,7 +188,7 @@ def watched(component: C, *methods: str) -> C:
 
 
 class _Watched:
-    """A component, some of whose methods are watched."""
+    """A component with some watched methods."""
 
     def __init__(self, component: Component, source: Source, methods: Sequence[str]) -> None:
         self._component = component

@@ -35,7 +35,7 @@ from .guard import UNWATCHED, Boundary, boundary_of, guard
 def open_tokenizer(
     plugins: PluginSet, entry: PluginEntry, files: ModelFiles, vocab_size: int
 ) -> Tokenizer:
-    """Return a new tokenizer, whose properties are checked.
+    """Return a new tokenizer with checked properties.
 
     Args:
         plugins: plugins of the engine.
@@ -45,7 +45,7 @@ def open_tokenizer(
 
     Raises:
         PluginLoadError: its constructor failed.
-        PluginFaultError: a property failed, or is not what the interface declares.
+        PluginFaultError: a property failed, or does not fit the interface.
     """
     tokenizer: Tokenizer = plugins.create(entry, TokenizerContext, files=files)
     guarded = guarded_tokenizer(tokenizer, entry.source, vocab_size)
@@ -56,14 +56,14 @@ def open_tokenizer(
 
 
 def guarded_tokenizer(tokenizer: Tokenizer, source: Source, vocab_size: int) -> Tokenizer:
-    """Return a tokenizer of a model with so many token ids, whose faults name it."""
+    """Return a tokenizer for a model with so many token ids; its faults name it."""
 
     def known(tokens: dict[str, int]) -> dict[str, int]:  # files may have more than the model
         return {text: token for text, token in tokens.items() if 0 <= token < vocab_size}
 
-    def cut(found: Vocabulary) -> Vocabulary:
-        special = tuple(token for token in found.special if token < vocab_size)
-        return Vocabulary(tokens=found.tokens[:vocab_size], special=special)
+    def cut(vocabulary: Vocabulary) -> Vocabulary:
+        special = tuple(token for token in vocabulary.special if token < vocab_size)
+        return Vocabulary(tokens=vocabulary.tokens[:vocab_size], special=special)
 
     return guard(
         tokenizer,
@@ -81,7 +81,7 @@ def guarded_tokenizer(tokenizer: Tokenizer, source: Source, vocab_size: int) -> 
 def guarded_parser(
     parser: OutputParser, kind: str, source: Source, vocab_size: int
 ) -> OutputParser:
-    """Return a parser of a kind for a model with so many token ids, whose faults name it."""
+    """Return a parser of a kind for a model with so many token ids; its faults name it."""
 
     def fitting(markers: ReasoningMarkers) -> ReasoningMarkers:
         sequences = (*markers.start, *markers.end, markers.message_prefix, markers.content_prefix)
@@ -108,7 +108,7 @@ _TEXTS = frozenset({ContentText, ReasoningText})
 
 
 class GuardedOutputState:
-    """The state of an output; what it raises, or gives and must not, names its parser.
+    """The state of an output; its exceptions and wrong results name its parser.
 
     Written by hand, since it is called for each token.
     """

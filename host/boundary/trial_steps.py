@@ -1,4 +1,4 @@
-"""Trial steps of checked models, whose memory is measured on a GPU; one is of padding alone."""
+"""Trial steps of checked models, to measure memory on a GPU; one is of padding alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCKS = 2  # of the cache: nothing is written to it
 
 
 class PaddedTrial:
-    """Runs a step with the attention backend, whose results need memory for the longest sequences.
+    """Runs a padded step with the attention backend, with memory for the longest sequences.
 
     The attention of `CheckedModel.run_trial` needs none.
     """
@@ -89,7 +89,7 @@ def decode_bytes(
     """Return the bytes that a decode step needs at once; 0 on a CPU, where it is not measured.
 
     Args:
-        model: as for `PaddedTrial`, like those that follow.
+        model: as for `PaddedTrial`, as the following ones.
         attention: attention of its layers.
         device: device of the model.
         max_model_len: tokens of a sequence.
@@ -120,10 +120,10 @@ def trial_bytes(
     """Return the bytes that trial steps need at once on a GPU.
 
     Args:
-        model: model whose weights are loaded.
+        model: model with loaded weights.
         device: device of the model.
         num_tokens: tokens of a step without a cache.
-        num_rows: hidden states of it whose logits are computed.
+        num_rows: hidden states to compute logits of.
         padded: another step; None if there is none.
     """
     before = torch.cuda.memory_allocated(device)

@@ -30,7 +30,7 @@ class LiveChange(msgspec.Struct, frozen=True, kw_only=True):
     """Other plugins and settings, as the processes of an engine get them.
 
     Attributes:
-        asked: what the caller asked for.
+        asked: the caller's request.
         manifest: the next generation of the plugins.
         config: the configuration, without tables of plugins.
         lingers: whether frontends may send requests of the generation before for a moment after
@@ -44,27 +44,27 @@ class LiveChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedChange:
-    """The result of a slot for a change. Of these methods, an implementation has those it needs.
+    """The result of a slot for a change. An implementation has the methods that it needs.
 
     They run between two steps; `commit` is to take no time, and to fail for no foreseeable reason.
     """
 
     def commit(self) -> None:
-        """Use what was built, from the next step on."""
+        """Use the new components, from the next step on."""
 
     def undo(self) -> None:
-        """Use again what was used before, if it was committed; close what was built."""
+        """Use the earlier components again, if it was committed; close the new ones."""
 
     def keep(self) -> None:
-        """Close what was replaced: the change is committed in all processes."""
+        """Close the replaced components: the change is committed in all processes."""
 
 
 class Switch(PreparedChange):
     """Functions in the place of a change's methods.
 
     Attributes:
-        switch: called with whether the change is used from now on, or what was before it.
-        close_old, close_new: close what was replaced, or what was built.
+        switch: called with True to use the change from now on, False for the earlier state.
+        close_old, close_new: close the replaced, or the new components.
     """
 
     def __init__(
@@ -82,28 +82,28 @@ class Switch(PreparedChange):
         self.switch(True)
 
     def undo(self) -> None:
-        """Use what was before."""
+        """Use the earlier components."""
         if self._committed:
             self.switch(False)
         self.close_new()
 
     def keep(self) -> None:
-        """Close what was replaced."""
+        """Close the replaced components."""
         self.close_old()
 
 
 class Slot(Protocol):
-    """A place of a process that live changes concern, such as that of the scheduling policy."""
+    """A slot of a process for live changes, such as the scheduling policy."""
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
-        """Build what the change needs here, while the engine works; called in another thread.
+        """Build the new components here, while the engine works; called in another thread.
 
         Args:
             change: the change.
             plugins: its plugins, loaded in this process.
 
         Returns:
-            What was built; None if the change does not concern this slot.
+            The prepared change; None if the change does not concern this slot.
 
         Raises:
             HardpointError: it cannot be built; nothing is left of it.
@@ -145,7 +145,7 @@ class _Pending:
         """Return whether it is prepared.
 
         Raises:
-            HardpointError: it cannot be; what was prepared is undone.
+            HardpointError: it cannot be; the preparation is undone.
         """
         if self._thread.is_alive():
             return False
@@ -155,7 +155,7 @@ class _Pending:
         return True
 
     def commit(self) -> None:
-        """Use what was prepared; on an error, all of it is undone."""
+        """Use the prepared components; on an error, all of it is undone."""
         if not self.is_prepared():
             raise HardpointError("the change is still being prepared")
         for prepared in self._prepared:
@@ -190,7 +190,7 @@ class Changes:
     """The live changes of one process, one at a time."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        """Begin without a change; `slots` is what they may concern, in the order of commits."""
+        """Begin without a change; `slots` are in the order of commits."""
         self._slots = slots
         self._pending: _Pending | None = None
 
@@ -199,7 +199,7 @@ class Changes:
 
         Args:
             change: the change.
-            plugins: its plugins; None are those of its manifest.
+            plugins: its plugins; None are the plugins of its manifest.
 
         Raises:
             BusyError: another one is under way.

@@ -1,4 +1,4 @@
-"""A live change in all processes: the order of what each does, for callers that wait or await."""
+"""A live change in all processes: the order of its steps, for callers that wait or await."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Steps = Generator[Action | float, list[str], None]
 
 
 def steps(
-    change: LiveChange, own: Changes, restarts: Switch, plugins: PluginSet, seconds: float
+    change: LiveChange, frontend: Changes, restarts: Switch, plugins: PluginSet, seconds: float
 ) -> Steps:
     """Run a change: prepared everywhere, then committed everywhere, or undone everywhere.
 
     Args:
         change: the change.
-        own: the changes of the frontend, which switches last.
+        frontend: the changes of the frontend, which switches last.
         restarts: switches what engines are started with, which comes first: one whose start ends
             during the commit has the change.
         plugins: its plugins.
@@ -44,15 +44,15 @@ def steps(
         BusyError: another change is under way.
         HardpointError: a process failed, or took too long; nothing has changed.
     """
-    own.prepare(change, plugins)
+    frontend.prepare(change, plugins)
     try:
         yield "prepare"
-        yield from _prepared(own, seconds)
+        yield from _prepared(frontend, seconds)
         restarts.commit()
         yield "commit"
-        own.commit()
+        frontend.commit()
     except BaseException as error:
-        own.undo()
+        frontend.undo()
         restarts.undo()
         if not isinstance(error, BusyError):  # the change of another frontend stays
             with contextlib.suppress(HardpointError):
@@ -62,7 +62,7 @@ def steps(
         yield "keep"
     except HardpointError as error:  # it was started again in the meantime, with the new plugins
         _log.warning("a live change is committed, but: %s", error)
-    own.keep()
+    frontend.keep()
 
 
 def next_of(running: Steps, answer: list[str] | BaseException | None) -> Action | float | None:
@@ -79,11 +79,11 @@ def next_of(running: Steps, answer: list[str] | BaseException | None) -> Action 
         return None
 
 
-def _prepared(own: Changes, seconds: float) -> Steps:
+def _prepared(frontend: Changes, seconds: float) -> Steps:
     ends, (pause, longest) = time.monotonic() + seconds, _POLL_SECONDS
     while True:
         waiting = yield "state"
-        if not own.is_prepared():
+        if not frontend.is_prepared():
             waiting = [*waiting, "the frontend"]
         if not waiting:
             return
@@ -111,7 +111,7 @@ class Parts(Protocol):
         """Return the parts with other settings."""
 
     def with_load(self, load: LoadConfig) -> Self:
-        """Return the parts of an engine whose weights are read in another way."""
+        """Return the parts of an engine with another load configuration."""
 
 
 P = TypeVar("P", bound=Parts)
@@ -127,13 +127,13 @@ class Owner(Protocol[P]):
     parts: P
 
     def use(self, change: Callable[[P], P]) -> None:
-        """Replace the parts by what a function makes of the latest ones."""
+        """Replace the parts by the result of `change` for the latest ones."""
 
 
 def _switch(of: weakref.ref[Owner[P]], before: P, after: P) -> Switch:
     """Return the switch between the parts of an owner before and after a change.
 
-    What else has changed in between stays: weights, and that a plugin is quarantined.
+    Other changes in between stay: weights, and the quarantine of plugins.
     """
 
     def switch(is_new: bool) -> None:
@@ -172,52 +172,52 @@ class ChangeOwner(Generic[P]):
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def begin(self, asked: ChangeRequest) -> Iterator[tuple[Steps, LiveChange]]:
+    def begin(self, request: ChangeRequest) -> Iterator[tuple[Steps, LiveChange]]:
         """Yield the steps of a change, which the body runs, and the change.
 
         Raises:
             BusyError: another change is under way.
             ConfigError, PluginError: it cannot be made.
         """
-        change, plugins = self._begin(asked)
+        change, plugins = self._begin(request)
         try:
             seconds = change.config.plugins.change_seconds
             yield steps(change, self._changes, self._restarts, plugins, seconds), change
         except BaseException as error:
-            _log.warning("live change by %s failed: %s: %s", asked.origin, asked, error)
+            _log.warning("live change by %s failed: %s: %s", request.origin, request, error)
             raise
         else:
             generation = change.manifest.generation
-            _log.info("live change by %s, generation %d: %s", asked.origin, generation, asked)
+            _log.info("live change by %s, generation %d: %s", request.origin, generation, request)
         finally:
             self._lock.release()
 
-    def _begin(self, asked: ChangeRequest) -> tuple[LiveChange, PluginSet]:
+    def _begin(self, request: ChangeRequest) -> tuple[LiveChange, PluginSet]:
         if not self._lock.acquire(blocking=False):
             raise BusyError("another live change is under way; try again once it is done")
         try:
             owner = self._owner()
             assert owner is not None, "it keeps this"
-            settings = asked.settings((before := owner.parts).settings)
+            settings = request.settings((before := owner.parts).settings)
             self._restarts = _switch(self._owner, before, before.with_settings(settings))
         except BaseException:
             self._lock.release()
             raise
         change = LiveChange(
-            asked=asked,
+            asked=request,
             manifest=settings.plugins.manifest,
             config=settings.config.without_tables(),
             lingers=self._lingers,
         )
         return change, settings.plugins
 
-    def follow(self, asked: ChangeRequest) -> None:
+    def follow(self, request: ChangeRequest) -> None:
         """Begin to prepare a change that another process runs.
 
         Raises:
             BusyError, ConfigError, PluginError: as `begin`.
         """
-        change, plugins = self._begin(asked)
+        change, plugins = self._begin(request)
         self._is_following = True
         self._changes.prepare(change, plugins)
 

@@ -73,10 +73,10 @@ class EngineChanges:
         self._manifest: Manifest | None = None  # of the plugins now, once there was a change
 
     def run(self, action: Action, change: LiveChange | None) -> list[str]:
-        """Do something about a change; return what it still waits for, if the action is "state".
+        """Run an action of a change; for "state", return the names of the pending slots.
 
         Args:
-            action: what to do.
+            action: the action to run.
             change: the change, for "prepare"; else None.
 
         Raises:
@@ -116,8 +116,8 @@ class EngineChanges:
         if change.asked.running == "end":
             ending = _ending(live, before, change.manifest) | self._parts.users_of_replaced()
             self._end_requests(sorted(ending))
-            live = [one for one in live if one.request_id not in ending]
-        oldest = min((one.source.generation for one in live), default=generation)
+            live = [request for request in live if request.request_id not in ending]
+        oldest = min((request.source.generation for request in live), default=generation)
         if change.lingers:
             oldest = min(oldest, before.generation)
         self._parts.release(oldest)
@@ -140,12 +140,12 @@ def _ending(live: Sequence[Request], before: Manifest, after: Manifest) -> set[s
     gone = {
         entry.name
         for entry in before.entries
-        if entry.kind == _PROCESSORS and not any(entry.is_same(one) for one in after.entries)
+        if entry.kind == _PROCESSORS and not any(entry.is_same(other) for other in after.entries)
     }
     return {
-        one.request_id
-        for one in live
-        if one.source.generation < after.generation and not gone.isdisjoint(one.source.plugin_args)
+        request.request_id
+        for request, source in ((request, request.source) for request in live)
+        if source.generation < after.generation and not gone.isdisjoint(source.plugin_args)
     }
 
 

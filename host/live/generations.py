@@ -1,4 +1,4 @@
-"""Live changes of components of which two generations of the plugins run side by side."""
+"""Live changes of components that run in two generations of the plugins side by side."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class GenerationChanges(Generic[C]):
         users_of: Callable[[C], Collection[str]] = lambda _one: (),
         closes_later: bool = False,
     ) -> None:
-        """Replace components, which are those of `plugins`.
+        """Replace components of `plugins`.
 
         Args:
             use: lets others be called.
@@ -85,12 +85,12 @@ class GenerationChanges(Generic[C]):
     @property
     def latest(self) -> dict[str, C]:
         """The components of the latest generation, by name."""
-        return {one.name: one for one in self._in_use() if one.until is None}
+        return {c.name: c for c in self._in_use() if c.until is None}
 
     def users_of_replaced(self) -> set[str]:
-        """Return the ids of requests that use what changes have replaced or disabled."""
-        gone = [one for one in self._in_use() if one.until is not None]
-        return {name for one in gone for name in self._users_of(one)}
+        """Return the ids of requests that use replaced or disabled components."""
+        gone = [component for component in self._in_use() if component.until is not None]
+        return {name for component in gone for name in self._users_of(component)}
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> Switch:
         """Build the components that are new.
@@ -100,12 +100,12 @@ class GenerationChanges(Generic[C]):
             PluginError: one cannot be built, or does not work together with the others.
         """
         entries, earlier = plugins.entries(self._kind), self.plugins
-        kept = _kept_names(earlier.entries(self._kind), entries)
+        unchanged = _kept_names(earlier.entries(self._kind), entries)
         current = self.latest
-        gone = [one for name, one in current.items() if name not in kept]
-        fresh = [entry for entry in entries if entry.name not in kept]
+        gone = [component for name, component in current.items() if name not in unchanged]
+        fresh = [entry for entry in entries if entry.name not in unchanged]
         built = self._build(plugins, fresh, gone, change) if fresh or gone else ()
-        by_name = current | {one.name: one for one in built}
+        by_name = current | {component.name: component for component in built}
         after = [by_name[entry.name] for entry in entries if entry.name in by_name]
         generation = change.manifest.generation
 
@@ -113,10 +113,10 @@ class GenerationChanges(Generic[C]):
             self.plugins = plugins if is_new else earlier
             if not (gone or built):
                 return
-            for one in gone:
-                one.until = generation if is_new else None
+            for component in gone:
+                component.until = generation if is_new else None
             before = self._in_use()
-            rest = [one for one in before if one not in built]
+            rest = [component for component in before if component not in built]
             self._use(_joined(before, after) if is_new else rest)
 
         oldest = generation - 1 if self._closes_later else 0
@@ -125,9 +125,9 @@ class GenerationChanges(Generic[C]):
     def release(self, oldest: int) -> None:
         """Close the components that no request of a generation from `oldest` on uses."""
         in_use = self._in_use()
-        gone = [one for one in in_use if one.until is not None and one.until <= oldest]
-        if unused := [one for one in gone if not self._users_of(one)]:
-            self._use([one for one in in_use if one not in unused])
+        gone = [c for c in in_use if c.until is not None and c.until <= oldest]
+        if unused := [component for component in gone if not self._users_of(component)]:
+            self._use([component for component in in_use if component not in unused])
             self._close(unused)
 
     def close(self) -> None:
@@ -167,13 +167,13 @@ def processor_changes(
 
 
 def _kept_names(before: Sequence[PluginEntry], after: Sequence[PluginEntry]) -> set[str]:
-    """Return the names of the entries that stay the same, of which the order stays the same, too.
+    """Return the names of unchanged entries, if their order does not change either.
 
     Where the order of any two changes, all are built again: each runs in one place of a step.
     """
-    both = [one for one in before if any(one.is_same(other) for other in after)]
-    order = [one.name for one in after if any(one.is_same(other) for other in both)]
-    return set(order) if order == [one.name for one in both] else set()
+    both = [entry for entry in before if any(entry.is_same(other) for other in after)]
+    order = [entry.name for entry in after if any(entry.is_same(other) for other in both)]
+    return set(order) if order == [entry.name for entry in both] else set()
 
 
 def _joined(before: Sequence[T], after: Sequence[T]) -> list[T]:
@@ -181,7 +181,7 @@ def _joined(before: Sequence[T], after: Sequence[T]) -> list[T]:
 
     Args:
         before: in the order of all earlier generations.
-        after: in the order of the next one; those that are in both stand in the same order.
+        after: in the order of the next one; common components stand in the same order.
     """
     result: list[T] = []
     rest = list(before)

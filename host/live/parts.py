@@ -1,4 +1,4 @@
-"""Live changes of step parts: those of two generations of the plugins run side by side."""
+"""Live changes of step parts: two generations of the plugins run side by side."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PartHalves(Protocol[H]):
 
     @property
     def halves(self) -> Sequence[H]:
-        """Those of all generations that are in use, in the order of their calls."""
+        """All halves in use, of every plugin generation, in the order of their calls."""
 
 
 def part_changes(
@@ -80,7 +80,7 @@ class HalfChanges:
         self._parts = parts
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
-        """Let the halves build what is new.
+        """Let the halves build new components.
 
         Raises:
             HardpointError: one cannot be changed so.
@@ -90,8 +90,8 @@ class HalfChanges:
             return None
 
         def switch(is_new: bool) -> None:
-            for one in prepared:
-                one.switch(is_new)
+            for part_change in prepared:
+                part_change.switch(is_new)
 
         def call(closes: Iterable[Callable[[], None]]) -> None:
             with contextlib.ExitStack() as stack:
@@ -100,8 +100,8 @@ class HalfChanges:
 
         return Switch(
             switch,
-            lambda: call(one.close_old for one in prepared),
-            lambda: call(one.close_new for one in prepared),
+            lambda: call(part_change.close_old for part_change in prepared),
+            lambda: call(part_change.close_new for part_change in prepared),
         )
 
 
@@ -113,7 +113,7 @@ def _check(half: BoundHalf[Any], change: LiveChange) -> None:
     if half.moves_blocks:
         why = "it moves blocks of the KV cache"
     if not part.changes_live:  # the order of it and another one changes
-        why = "its class does not say changes_live = True"
+        why = "its class does not set changes_live = True"
     if why is not None:
         raise ConfigError(
             f"plugins: {half.source}: it cannot be changed while the engine runs: {why}; restart "

@@ -1,4 +1,4 @@
-"""The next settings of an engine: what a live change makes of the configuration and the plugins."""
+"""The next settings of an engine: configuration and plugins after a live change."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Settings:
         changes = dict(settings_of(type(config)))
         plain = {path: value_at(config, path) for path in changes}
         for name, table in config.plugin.items():
-            own = [e for e in manifest.entries if name in (e.name, f"{e.kind}/{e.name}")]
-            is_live = all(can_change(self.plugins, entry) for entry in own)
+            table_entries = [e for e in manifest.entries if name in (e.name, f"{e.kind}/{e.name}")]
+            is_live = all(can_change(self.plugins, entry) for entry in table_entries)
             for option, value in table.items():
                 path = f"{_OPTIONS}.{name}.{option}"
                 changes[path], plain[path] = "live" if is_live else "restart", value
@@ -58,19 +58,19 @@ class Settings:
             )
             for path, change in changes.items()
         }
-        content = stable_bytes(({path: one.value for path, one in values.items()}, manifest.hash))
+        content = stable_bytes(({path: s.value for path, s in values.items()}, manifest.hash))
         fingerprint = hashlib.sha256(content).hexdigest()
         return LiveSettings(generation=manifest.generation, fingerprint=fingerprint, values=values)
 
 
 class PluginChanges(Strict):
-    """Changes of plugins; names are those under which they are enabled.
+    """Changes of plugins, by the names under which they are enabled.
 
     Attributes:
-        enable: as `plugins.enable`, in addition to what is enabled.
+        enable: as `plugins.enable`, in addition to the enabled plugins.
         disable: names of enabled components.
         replace: the component that takes an enabled one's place, by the latter's name.
-        options: the options of components, by name; they take the place of those before.
+        options: the options of components, by name; they replace the earlier ones.
     """
 
     enable: list[Reference | PluginUse] = []
@@ -94,7 +94,7 @@ class ChangeRequest(Strict):
         config: values of the configuration, by dotted path.
         plugins: changes of plugins.
         policy: the scheduling policy.
-        running: what requests do that use a logits processor which is replaced or disabled.
+        running: treatment of requests with a logits processor that is replaced or disabled.
     """
 
     origin: str
@@ -114,8 +114,8 @@ class ChangeRequest(Strict):
             fields["config"] = {k: with_references(v, str(k), origin) for k, v in values.items()}
         if (changes := fields.get("plugins")) is not None and isinstance(changes, Mapping):
             table = {name: changes.get(name) for name in ("enable", "replace")}
-            given = {name: value for name, value in table.items() if value is not None}
-            fields["plugins"] = {**changes, **with_references(given, "plugins", origin)}
+            named = {name: value for name, value in table.items() if value is not None}
+            fields["plugins"] = {**changes, **with_references(named, "plugins", origin)}
         if (policy := fields.get("policy")) is not None:
             use = with_references(policy.get("use"), _POLICY, origin)
             fields["policy"] = {**policy, "use": convert(use, str, path=_POLICY)}
@@ -128,11 +128,11 @@ class ChangeRequest(Strict):
             for path, value in self.config.items()
         ]
         changes = self.plugins
-        parts += [f"enable {shown(one)}" for one in changes.enable]
-        parts += [f"disable {shown(one)}" for one in changes.disable]
+        parts += [f"enable {shown(item)}" for item in changes.enable]
+        parts += [f"disable {shown(item)}" for item in changes.disable]
         parts += [f"replace {shown(name)} by {shown(use)}" for name, use in changes.replace.items()]
         parts += [
-            f"options of {name}: {', '.join(given)}" for name, given in changes.options.items()
+            f"options of {name}: {', '.join(options)}" for name, options in changes.options.items()
         ]
         if self.policy is not None:
             parts.append(f"{_POLICY} = {shown(self.policy.use)}")
@@ -179,12 +179,12 @@ def with_config(before: Settings, values: Mapping[str, Any], origin: str) -> Set
         config = _with_value(config, names, value, path)
         if path == _POLICY and value != before.config.scheduler.policy:
             old = before.plugins.one(_POLICIES)
-            if not any(_table_of(one, old) for one in values):
+            if not any(_table_of(other, old) for other in values):
                 config = _without_options(dataclasses.replace(before, config=config), old).config
     after = _resolved(before, config, _sources(before.sources, values, origin))
     for path in values:
         entries = after.plugins.manifest.tree()
-        if path.startswith(f"{_OPTIONS}.") and not any(_table_of(path, one) for one in entries):
+        if path.startswith(f"{_OPTIONS}.") and not any(_table_of(path, entry) for entry in entries):
             raise ConfigError(f"{path}: expected an option of a plugin that is on (from {origin})")
     return after
 
@@ -196,7 +196,7 @@ def with_plugins(
 
     Args:
         before: the current ones; they are not changed.
-        changes: what to change.
+        changes: the changes of plugins.
         config: values by dotted path.
         origin: who changes them, for messages.
 
@@ -209,31 +209,31 @@ def with_plugins(
     disable, replace = list(plugins.disable), dict(plugins.replace)
     values = dict(config)
     for name in changes.disable:
-        found = _named(before.plugins, name, "disable")
-        if found.chosen_by is not None:
+        named = _named(before.plugins, name, "disable")
+        if named.chosen_by is not None:
             raise ConfigError(
-                f"disable: {name!r} is the component that {found.chosen_by} chooses; replace it"
+                f"disable: {name!r} is the component that {named.chosen_by} chooses; replace it"
             )
-        entry = found.entry
-        kept = [item for item in enable if not _names(item, entry)]
-        if len(kept) == len(enable):
+        entry = named.entry
+        remaining = [item for item in enable if not _names(item, entry)]
+        if len(remaining) == len(enable):
             disable.append(f"{entry.kind}/{entry.name}")
-        enable = kept
+        enable = remaining
         replace.pop(entry.name, None)
         before = _without_options(before, entry)
     for item in changes.enable:
         disable = [name for name in disable if not _is_same(item, name)]
         enable.append(item)
     for name, use in changes.replace.items():
-        found = _named(before.plugins, name, "replace")
-        if found.chosen_by is None:
-            _replace(found.entry, use, enable, replace)
-        elif found.number is Number.ONE:
-            values[found.chosen_by] = use
+        named = _named(before.plugins, name, "replace")
+        if named.chosen_by is None:
+            _replace(named.entry, use, enable, replace)
+        elif named.number is Number.ONE:
+            values[named.chosen_by] = use
         else:
-            chosen = value_at(before.config, found.chosen_by)
-            entry = found.entry
-            values[found.chosen_by] = [use if _names(one, entry) else one for one in chosen]
+            chosen = value_at(before.config, named.chosen_by)
+            entry = named.entry
+            values[named.chosen_by] = [use if _names(item, entry) else item for item in chosen]
     if (enable, disable, replace) != (plugins.enable, plugins.disable, plugins.replace):
         values |= {
             "plugins.enable": enable,
@@ -325,7 +325,7 @@ def _with_value(table: Any, names: Sequence[str], value: Any, path: str) -> Any:
     if rest:
         value = _with_value(getattr(table, name), rest, value, path)
         return msgspec.structs.replace(table, **{name: value})
-    fields = {one: getattr(table, one) for one in table.__struct_fields__}
+    fields = {field: getattr(table, field) for field in table.__struct_fields__}
     return convert(fields | {name: value}, type(table), path=path.rpartition(".")[0])
 
 
@@ -338,20 +338,20 @@ def _with_option(config: EngineConfig, path: str, value: Any) -> EngineConfig:
 
 
 def _sources(before: ConfigSources, paths: Mapping[str, Any], origin: str) -> ConfigSources:
-    kept = {
+    unchanged = {
         known: source
         for known, source in before.by_path.items()
         if not any(f"{known}.".startswith((f"{path}.", f"{path}[")) for path in paths)
     }
-    return ConfigSources({**kept, **dict.fromkeys(paths, origin)})
+    return ConfigSources({**unchanged, **dict.fromkeys(paths, origin)})
 
 
 def _without_options(settings: Settings, entry: PluginEntry) -> Settings:
     config, entries = settings.config, settings.plugins.manifest.entries
-    own = {f"{entry.kind}/{entry.name}"}
-    if all(one.kind == entry.kind for one in entries if one.name == entry.name):
-        own.add(entry.name)
-    tables = {name: table for name, table in config.plugin.items() if name not in own}
+    names = {f"{entry.kind}/{entry.name}"}
+    if all(other.kind == entry.kind for other in entries if other.name == entry.name):
+        names.add(entry.name)
+    tables = {name: table for name, table in config.plugin.items() if name not in names}
     return dataclasses.replace(settings, config=msgspec.structs.replace(config, plugin=tables))
 
 
@@ -369,17 +369,17 @@ def _named(plugins: PluginSet, name: str, path: str) -> _NamedEntry:
         ConfigError: several are called so.
     """
     entries = plugins.manifest.entries
-    found = [e for e in entries if name in (e.name, f"{e.kind}/{e.name}", e.value)]
-    if not found:
+    matches = [e for e in entries if name in (e.name, f"{e.kind}/{e.name}", e.value)]
+    if not matches:
         known = [entry.name for entry in entries if can_change(plugins, entry)]
         raise PluginNotFoundError(
             f"{path}: no component {shown(name)} is enabled{suggest(name, known)}"
         )
-    if len({entry.value for entry in found}) > 1:
-        choices = " or ".join(f'"{entry.kind}/{entry.name}"' for entry in found)
+    if len({entry.value for entry in matches}) > 1:
+        choices = " or ".join(f'"{entry.kind}/{entry.name}"' for entry in matches)
         raise ConfigError(f"{path}: {name!r} could be {choices}")
-    kind = KINDS[found[0].kind]
-    return _NamedEntry(found[0], kind.chosen_by, kind.number)
+    kind = KINDS[matches[0].kind]
+    return _NamedEntry(matches[0], kind.chosen_by, kind.number)
 
 
 def _names(item: Any, entry: PluginEntry) -> bool:
@@ -410,7 +410,7 @@ def _resolved(before: Settings, config: EngineConfig, sources: ConfigSources) ->
     """
     old = before.plugins
     fresh = resolve_plugins(config, sources, old.found)
-    was, now = ({(e.kind, e.name): e for e in one.manifest.entries} for one in (old, fresh))
+    was, now = ({(e.kind, e.name): e for e in p.manifest.entries} for p in (old, fresh))
     sets = ((old, was), (fresh, now))
     changed: set[str] = set()
     for key in sorted(was.keys() | now.keys()):
@@ -425,7 +425,7 @@ def _resolved(before: Settings, config: EngineConfig, sources: ConfigSources) ->
                 if (entry := entries.get(key)) is not None and not can_change(plugins, entry):
                     raise ConfigError(
                         f"plugins: {entry.source}: it cannot be changed while the engine runs: its "
-                        f"class does not say changes_live = True; restart it with the new "
+                        f"class does not set changes_live = True; restart it with the new "
                         f"configuration"
                     )
             changed.add(kind)

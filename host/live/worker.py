@@ -24,7 +24,7 @@ class WorkerSlot(Slot, Protocol):
     """A slot of a worker."""
 
     def release(self, oldest: int) -> None:
-        """Close what no request of a generation of the plugins from `oldest` on uses."""
+        """Close the components that no request of plugin generation `oldest` or later uses."""
 
 
 class WorkerChanges:
@@ -48,13 +48,13 @@ class WorkerChanges:
     def open(
         self, processors: GenerationChanges[Any] | None, parts: WorkerParts, plugins: PluginSet
     ) -> None:
-        """Let changes concern what was loaded with a model.
+        """Let changes concern the components of a loaded model.
 
         Args:
-            processors: those of the logits processors; None on a rank that does not sample.
+            processors: changes of the logits processors; None on a rank that does not sample.
             parts: the halves of step parts. Of a model that is loaded again, they take the places
                 of the latest ones before it.
-            plugins: those of which all of this is.
+            plugins: the plugins of all of these.
         """
         for half in parts.halves:
             if generation := self._since.get(half.name):
@@ -87,7 +87,7 @@ class WorkerChanges:
         """Do something about a change.
 
         Args:
-            action: what to do.
+            action: the action to run.
             data: the change for "prepare", the oldest generation that is in use for "keep".
         """
         is_prepared = True

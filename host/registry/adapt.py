@@ -1,4 +1,4 @@
-"""Loads components: adapts foreign objects and those of an earlier contract, and checks them."""
+"""Loads components: adapts foreign objects and earlier contracts, and checks them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ComponentAdapters:
         return [source] if self._is_adapter[fqcn] else []
 
     def import_object(self, source: Source) -> Any:
-        """Import what `source.value` names, with stand-ins of adapters for missing modules.
+        """Import the object of `source.value`, with stand-ins of adapters for missing modules.
 
         Raises:
             PluginLoadError, PluginNotFoundError: as `loading.import_object`.
@@ -100,8 +100,8 @@ def load_adapters(sources: Sequence[Source]) -> list[Adapter]:
 
 def adapters_of(entries: Sequence[PluginEntry]) -> ComponentAdapters:
     """Return the component adapters among the entries of a manifest."""
-    own = sorted((e for e in entries if e.kind == ADAPTER_KIND), key=lambda e: e.place)
-    return ComponentAdapters(lambda: load_adapters([entry.source for entry in own]))
+    adapter_entries = sorted((e for e in entries if e.kind == ADAPTER_KIND), key=lambda e: e.place)
+    return ComponentAdapters(lambda: load_adapters([entry.source for entry in adapter_entries]))
 
 
 def load_component(
@@ -153,12 +153,12 @@ def _is_adapter(source: Source) -> bool:
 def _matches(
     adapter: type[ComponentAdapter], adapter_source: Source, target: Any, kind: PluginKind | None
 ) -> bool:
-    found = adapter.matches(target, kind.name if kind else None)
-    if not isinstance(found, bool):
+    result = adapter.matches(target, kind.name if kind else None)
+    if not isinstance(result, bool):
         raise PluginContractError(
-            f"{adapter_source}: its matches returned {shown(found)}, expected True or False"
+            f"{adapter_source}: its matches returned {shown(result)}, expected True or False"
         )
-    return found
+    return result
 
 
 def _checked(component: Any, adapter_source: Source, source: Source) -> Any:

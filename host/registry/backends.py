@@ -29,7 +29,7 @@ def first_that_runs(
     """Build the component of a device; return its entry and it.
 
     Args:
-        entries: by name; the only one, or those of the candidates.
+        entries: by name; the only one, or the entries of the candidates.
         device: type of the device.
         target: returns the class of an entry.
         build: builds the component of an entry, given why another one is not used.
@@ -57,7 +57,7 @@ def _preferred(device: str) -> tuple[str, str]:
 
 
 def check_device(entry: PluginEntry, target: Any, device: str) -> None:
-    """Refuse a component of a kind of which there is one per device where it does not run.
+    """Reject a component of a per-device kind on a device where it does not run.
 
     Args:
         entry: entry of the component.

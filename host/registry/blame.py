@@ -38,7 +38,7 @@ def is_fault(error: BaseException) -> bool:
 
 
 def raise_unless_fault(error: BaseException) -> None:
-    """Raise an exception that is no fault of the plugin whose method it left.
+    """Raise an exception that is not a fault of the plugin that raised it.
 
     Raises:
         BaseException: the exception itself.
@@ -60,11 +60,11 @@ def logged_after(end: str) -> Iterator[None]:
 def faults_as(
     error: type[HardpointError], message: str, *, passing: tuple[type[BaseException], ...] = ()
 ) -> Iterator[None]:
-    """Raise what the body raises as an error with the text `<message> failed: <cause>`.
+    """Raise exceptions of the body as an error with the text `<message> failed: <cause>`.
 
     Args:
         error: its class.
-        message: the plugin and what it did.
+        message: the plugin and its action.
         passing: classes of exceptions that are raised as they are.
     """
     try:
@@ -89,7 +89,7 @@ def raise_as(
 def close_if_failed(undo: contextlib.ExitStack, close: Callable[[], None]) -> None:
     """Call a function if the body of a stack fails, which empties the stack if it does not.
 
-    An error of the function is a note of the body's, so that it does not hide what came first.
+    An error of the function is a note of the body's, so that it does not hide the first one.
     """
 
     def leave(_type: object, error: BaseException | None, _trace: object) -> None:
@@ -110,21 +110,21 @@ def innermost(
     """Return the innermost owner in a traceback, and the name of its outermost function there.
 
     Args:
-        error: what left a call of a plugin.
+        error: the error raised by a call of a plugin.
         owner_of: returns who owns a frame; None for a frame of the caller.
     """
-    found: tuple[T, str] | None = None
+    match: tuple[T, str] | None = None
     trace = error.__traceback__
     while trace is not None:
         owner = owner_of(trace.tb_frame)
-        if owner is not None and (found is None or owner is not found[0]):
-            found = owner, trace.tb_frame.f_code.co_name
+        if owner is not None and (match is None or owner is not match[0]):
+            match = owner, trace.tb_frame.f_code.co_name
         trace = trace.tb_next
-    return found
+    return match
 
 
 def component_of(frame: FrameType) -> Component | None:
-    """Return the component whose method runs in a frame."""
+    """Return the component that owns the method of a frame."""
     owner = frame.f_locals.get("self")
     return owner if isinstance(owner, Component) else None
 
@@ -145,7 +145,7 @@ def responsible(error: BaseException, source: Source, method: str) -> tuple[Sour
 
 
 def describe(error: BaseException) -> str:
-    """Return the class and the text of an exception, also of one whose `__str__` raises."""
+    """Return the class and the text of an exception, even if its `__str__` raises."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 
@@ -206,12 +206,12 @@ def _handlers() -> Iterator[CodeType]:
 
 
 def state_of(component: Component) -> dict[str, Any] | None:
-    """Return the state of a component, of one that failed why, as `error`; None if it has none."""
-    own: Component = vars(component).get("wrapped", component)  # of a guarded one
-    if getattr(type(own), "dump_state", Component.dump_state) is Component.dump_state:
+    """Return the state of a component; the cause as `error` if that fails; None without a state."""
+    original: Component = vars(component).get("wrapped", component)  # of a guarded one
+    if getattr(type(original), "dump_state", Component.dump_state) is Component.dump_state:
         return None
     try:
-        return _checked(own.dump_state())
+        return _checked(original.dump_state())
     except BaseException as cause:
         raise_unless_fault(cause)
         return {"error": f"its dump_state failed: {describe(cause)}"}
@@ -231,7 +231,7 @@ class StateAtFault:
     """Logs the state of a component once: at its first fault."""
 
     def __init__(self, component: Component | None, source: Source) -> None:
-        """Log that of `component`, which `source` names; without one, nothing.
+        """Log the state of `component`, under the name `source`; without one, nothing.
 
         A component often holds this object: a reference back would keep it, and the device memory
         of models, until Python's collector runs.

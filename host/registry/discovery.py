@@ -80,7 +80,7 @@ class InstalledPlugin:
         return f"{self.kind}/{self.name} ({place}{self.value})"
 
     def source(self, origin: str) -> Source:
-        """Return its identity, given what enables it."""
+        """Return its identity; `origin` is the setting that enables it."""
         return Source(self.name, self.value, self.distribution, self.version, origin)
 
 
@@ -104,7 +104,7 @@ def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
         return origins[key]
 
     points = importlib_metadata.entry_points()
-    found = {
+    plugins = {
         InstalledPlugin(
             _EXTERNAL_GROUPS.get(point.group) or point.group.removeprefix(_PREFIX),
             point.name,
@@ -114,7 +114,7 @@ def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
         for point in points
         if point.group.startswith(_PREFIX) or point.group in foreign_groups
     }
-    return sorted(found, key=lambda f: (not f.builtin, f))
+    return sorted(plugins, key=lambda f: (not f.builtin, f))
 
 
 def describe_unknown_kind(kind: str) -> str:
@@ -150,7 +150,7 @@ class SelectedPlugin:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """PluginKind, name and value; those of its `PluginEntry`."""
+        """PluginKind, name and value, as in its `PluginEntry`."""
         return self.kind.name, self.name, self.source.value
 
     def answers_to(self, reference: str) -> bool:
@@ -171,13 +171,13 @@ def toml_key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'
 
 
-def ambiguity(reference: str, path: str, found: Sequence[InstalledPlugin], origin: str) -> str:
+def ambiguity(reference: str, path: str, plugins: Sequence[InstalledPlugin], origin: str) -> str:
     """Return the message about a configured name that several components have."""
-    listed = " and ".join(f.label for f in found)
-    third = next((f for f in found if not f.builtin), found[0])
-    if len({f.kind for f in found}) > 1:
+    listed = " and ".join(f.label for f in plugins)
+    third = next((f for f in plugins if not f.builtin), plugins[0])
+    if len({f.kind for f in plugins}) > 1:
         advice = f'name one with its kind, as in "{third.kind}/{third.name}"'
-    elif any(f.builtin for f in found) and KINDS[third.kind].chosen_by is None:
+    elif any(f.builtin for f in plugins) and KINDS[third.kind].chosen_by is None:
         advice = (
             f"to put the one of {third.distribution} in the built-in's place, write instead "
             f'plugins.replace = {{ {toml_key(reference)} = "{third.value}" }}'
@@ -190,19 +190,19 @@ def ambiguity(reference: str, path: str, found: Sequence[InstalledPlugin], origi
     return f"{path}: {reference!r} is the name of {listed}; {advice} (from {origin})"
 
 
-def undecided(item: SelectedPlugin, found: Iterable[InstalledPlugin]) -> tuple[Source, ...]:
+def undecided(item: SelectedPlugin, installed: Iterable[InstalledPlugin]) -> tuple[Source, ...]:
     """Return other components with the name of a built-in default that no setting names."""
-    return () if item.path else _others(item, found)
+    return () if item.path else _others(item, installed)
 
 
 def warn_of_defaults(
-    config: EngineConfig, chosen: Iterable[SelectedPlugin], found: Sequence[InstalledPlugin]
+    config: EngineConfig, chosen: Iterable[SelectedPlugin], installed: Sequence[InstalledPlugin]
 ) -> list[str]:
-    """Return warnings about the default of a setting whose name other distributions offer too."""
+    """Return warnings about defaults with a name that other distributions offer too."""
     warnings = []
     for item in chosen:
         path = item.path or _setting_of(config, item)
-        if path and item.source.origin == "default" and (others := _others(item, found)):
+        if path and item.source.origin == "default" and (others := _others(item, installed)):
             labels = _labels(item.kind.name, item.source, others)
             warnings.append(
                 f"{path}: {item.name!r} is the name of {labels}; the built-in runs, because "
@@ -262,7 +262,7 @@ def check_other_name(name: str, named: Sequence[PluginEntry], error: type[Hardpo
 
 
 def offers(
-    kind: str, name: str, disabled: Sequence[InstalledPlugin], found: Sequence[InstalledPlugin]
+    kind: str, name: str, disabled: Sequence[InstalledPlugin], installed: Sequence[InstalledPlugin]
 ) -> str:
     """Return, as the end of a message, which package offers a component that is not enabled.
 
@@ -270,13 +270,13 @@ def offers(
         kind: kind of the component.
         name: its name.
         disabled: the installed components that are not enabled.
-        found: all installed components.
+        installed: all installed components.
     """
     matching = [f for f in disabled if (f.kind, f.name) == (kind, name)]
     if not matching:
         return component_hint(name, kind)
     listed = " and ".join(f"{f.distribution} {f.version}" for f in matching)
-    same = [f for f in found if f.name == name]
+    same = [f for f in installed if f.name == name]
     if len({f.kind for f in same}) < len(same):
         reference = " or ".join(f'"{f.value}"' for f in matching)
     else:
@@ -286,10 +286,10 @@ def offers(
     )
 
 
-def _others(item: SelectedPlugin, found: Iterable[InstalledPlugin]) -> tuple[Source, ...]:
+def _others(item: SelectedPlugin, installed: Iterable[InstalledPlugin]) -> tuple[Source, ...]:
     return tuple(
         other.source("default")
-        for other in found
+        for other in installed
         if other.name == item.source.name  # the name of few, so it is compared first
         and other.kind == item.kind.name
         and other.value != item.source.value

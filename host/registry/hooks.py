@@ -66,17 +66,17 @@ class HookSet:
         return str(self._sources[impls[0].plugin_name]) if len(impls) == 1 else _one_of(impls)
 
     def route(self, hook: str, route: Callable[[Source, Callable[..., Any]], Any]) -> None:
-        """Replace each function that implements a hook by what `route` returns for it."""
+        """Replace each function that implements a hook by the result of `route` for it."""
         for impl in getattr(self._manager.hook, hook).get_hookimpls():
             if not (impl.hookwrapper or impl.wrapper):  # those are generators
                 routed = route(self._sources[impl.plugin_name], impl.function)
                 impl.function = functools.update_wrapper(routed, impl.function)
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
-        """Call a hook; return what its implementations returned.
+        """Call a hook; return the results of its implementations.
 
         Raises:
-            PluginFaultError: naming the plugin whose implementation failed; the cause is chained.
+            PluginFaultError: names the plugin with the failed implementation; the cause is chained.
         """
         caller = getattr(self._manager.hook, hook)
         settings = READ[0]()
@@ -97,7 +97,7 @@ class HookSet:
         """Call the implementations of a hook one by one; yield plugins and results, as enabled.
 
         Raises:
-            PluginFaultError: naming the plugin whose implementation failed; the cause is chained.
+            PluginFaultError: names the plugin with the failed implementation; the cause is chained.
         """
         for impl in getattr(self._manager.hook, hook).get_hookimpls():
             if impl.wrapper or impl.hookwrapper:  # which have nothing to wrap: each is called alone
@@ -117,8 +117,8 @@ class HookSet:
                 matching = [i for i in matching if any(i.plugin is value for value in values)]
             return matching[0].plugin_name if len(matching) == 1 else None
 
-        found = innermost(error, plugin_of)
-        return str(self._sources[found[0]]) if found else _one_of(impls)
+        owner = innermost(error, plugin_of)
+        return str(self._sources[owner[0]]) if owner else _one_of(impls)
 
 
 def _built(cls: type, source: Source, options: Any) -> Any:
@@ -143,5 +143,5 @@ def _one_of(impls: Sequence[pluggy.HookImpl]) -> str:
 
 
 def _codes(function: Any) -> list[CodeType]:
-    found = (getattr(code, "__code__", None) for code in (function, inspect.unwrap(function)))
-    return [code for code in found if code is not None]
+    codes = (getattr(code, "__code__", None) for code in (function, inspect.unwrap(function)))
+    return [code for code in codes if code is not None]

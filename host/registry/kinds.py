@@ -89,7 +89,7 @@ class PluginKind:
 
     Attributes:
         name: also the entry-point group's, after `hardpoint.`.
-        interface: what a component derives from; None for hooks, which pluggy checks.
+        interface: base class of components; None for hooks, which pluggy checks.
         role: role that an output parser of it has to have.
         forms: the interface's own abstract forms, if an author derives from one of several.
         suite: the class in `hardpoint.testing` that checks its components.

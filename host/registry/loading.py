@@ -60,7 +60,7 @@ their signatures, and as what they were found right: name, type of the member, w
 
 @contextlib.contextmanager
 def inspecting(source: Source) -> Iterator[None]:
-    """Name the plugin in what its own code raises when the loader looks at it.
+    """Name the plugin in errors of its own code while the loader inspects it.
 
     Raises:
         PluginContractError: its metaclass, a descriptor or its module failed; the cause is chained.
@@ -71,12 +71,12 @@ def inspecting(source: Source) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keeping_torch(source: Source, what: str, kind: str = "") -> Iterator[None]:
+def keeping_torch(source: Source, method: str, kind: str = "") -> Iterator[None]:
     """Put torch's settings back where the body, which runs code of a plugin, changes them.
 
     Args:
         source: names the plugin.
-        what: runs.
+        method: runs.
         kind: kind of the plugin; an executor opens workers, which set the number of threads.
     """
     if kind == "executors":
@@ -85,7 +85,7 @@ def keeping_torch(source: Source, what: str, kind: str = "") -> Iterator[None]:
     if "torch" in sys.modules:
         from hardpoint.host.system import torch_state  # noqa: PLC0415 - needs torch
 
-        with torch_state.kept(source, what):
+        with torch_state.kept(source, method):
             yield
         return
     try:
@@ -94,11 +94,11 @@ def keeping_torch(source: Source, what: str, kind: str = "") -> Iterator[None]:
         if "torch" in sys.modules:  # imported by the plugin
             from hardpoint.host.system import torch_state  # noqa: PLC0415
 
-            torch_state.put_back_defaults(source, what)
+            torch_state.put_back_defaults(source, method)
 
 
 def import_object(source: Source, stand_ins: StandIns = lambda _module: None) -> Any:
-    """Import what `source.value` names.
+    """Import the object of `source.value`.
 
     Args:
         source: identity of the plugin.
@@ -137,7 +137,7 @@ def _attribute(source: Source, target: Any) -> Any:
 
 
 def kinds_of(target: Any, source: Source, hint: str = "") -> list[PluginKind]:
-    """Return the kinds of an imported object: one, or those of an output parser's roles.
+    """Return the kinds of an imported object: one, or the roles of an output parser.
 
     Args:
         target: the object.
@@ -172,7 +172,7 @@ def check_component(target: Any, kind: PluginKind, source: Source, hint: str = "
         hint: ends the message about an object that does not derive from the kind's interface.
 
     Raises:
-        PluginContractError: it does not; the message names the fault and what to write.
+        PluginContractError: it does not; the message names the fault and the fix.
     """
     if kind.interface is None:
         if not marks_hooks(target):
@@ -190,20 +190,20 @@ def marks_hooks(target: Any) -> bool:
 
 def takes_context(cls: type) -> bool:
     """Return whether the constructor of a class of hooks takes a `HookContext`."""
-    given = list(inspect.signature(cls).parameters.values())[:1]
-    return any(item.default is item.empty and item.kind not in _OPEN_ENDED for item in given)
+    parameters = list(inspect.signature(cls).parameters.values())[:1]
+    return any(item.default is item.empty and item.kind not in _OPEN_ENDED for item in parameters)
 
 
 def hook_functions(target: Any) -> dict[str, str]:
     """Return the names of an object's functions that are marked with `hookimpl`, by hook."""
-    found: dict[str, str] = {}
+    by_hook: dict[str, str] = {}
     for name in dir(target):
         function = None if hasattr(object, name) else inspect.getattr_static(target, name, None)
         function = getattr(function, "__func__", function)
         marks = getattr(function, f"{hookimpl.project_name}_impl", None)
         if isinstance(marks, dict):
-            found[marks["specname"] or name] = name
-    return found
+            by_hook[marks["specname"] or name] = name
+    return by_hook
 
 
 def snake_case(name: str) -> str:
@@ -340,12 +340,12 @@ def _check_types(target: type[Component], source: Source) -> None:
 
 
 def _check_members(target: type[Component], source: Source) -> None:
-    """Check what the contract states of members and Python does not: no `async`, true bools."""
+    """Check the contract's rules for members that Python does not: no `async`, true bools."""
     contract = tuple(base for base in target.__mro__ if base.__module__.startswith(_CONTRACT))
     expected = _members_of(contract)
-    own = [base for base in target.__mro__ if base not in contract]
+    bases = [base for base in target.__mro__ if base not in contract]
     for name, member in [
-        item for base in own for item in vars(base).items() if item[0] in expected
+        item for base in bases for item in vars(base).items() if item[0] in expected
     ]:
         if isinstance(member, functools.partialmethod):
             member = member.__get__(None, target)  # the function that it makes
@@ -418,11 +418,11 @@ def _parameters(member: Any, *, bound: bool) -> inspect.Signature | None:
 
 
 def _accepts(taken: inspect.Signature, wanted: inspect.Signature, *, all_: bool = False) -> bool:
-    given = [p for p in wanted.parameters.values() if all_ or p.default is p.empty]
+    parameters = [p for p in wanted.parameters.values() if all_ or p.default is p.empty]
     try:
         taken.bind(
-            *(p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)),
-            **{p.name: None for p in given if p.kind is p.KEYWORD_ONLY},
+            *(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)),
+            **{p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY},
         )
     except TypeError:
         return False
@@ -475,15 +475,15 @@ def _wrong_type(value: Any, type_: Any) -> str:
 
 def _check_version(target: Any, kind: PluginKind, source: Source) -> None:
     place = "module" if isinstance(target, ModuleType) else "class body"
-    own = vars(target) if hasattr(target, "__dict__") else {}
-    if "contract" not in own and not inspect.isclass(target) and place == "class body":
-        own = vars(type(target))
-    if "contract" not in own:
+    attributes = vars(target) if hasattr(target, "__dict__") else {}
+    if "contract" not in attributes and not inspect.isclass(target) and place == "class body":
+        attributes = vars(type(target))
+    if "contract" not in attributes:
         raise PluginContractError(
             f"{source}: it states no contract version; add `contract = {kind.contract}` "
             f"to its {place}"
         )
-    stated = own["contract"]
+    stated = attributes["contract"]
     accepted = [v for v in (kind.contract - 1, kind.contract) if v > 0]
     if type(stated) is not int or stated not in accepted:
         raise PluginContractError(

@@ -79,7 +79,7 @@ _MAX_NAMES = 8
 
 
 def alias_of(name: str) -> Alias | None:
-    """Return the model of an alias; None if a folder has the name of one that needs settings."""
+    """Return the model of an alias; None if a folder has the name of an alias with settings."""
     alias = ALIASES.get(name)
     is_folder = alias is not None and bool(alias.config) and Path(name).is_dir()
     return None if is_folder else alias
@@ -93,7 +93,7 @@ def find_files(name: str, setting: str = "model") -> ModelFiles:
         setting: setting that names it, for messages.
 
     Raises:
-        ModelError: no model has that name; the message has what was tried and what to do.
+        ModelError: no model has that name; the message has the attempts and the fix.
     """
     if alias_of(name) is not None:
         return ModelFiles(name, _packaged(name, setting))
@@ -104,8 +104,8 @@ def find_files(name: str, setting: str = "model") -> ModelFiles:
     except (OSError, RuntimeError, ValueError) as cause:
         # Too long, no such home folder, or no permission: no file is called that.
         raise ModelError(f"{setting}: {shown(name)} cannot be opened: {describe(cause)}") from None
-    if (found := hub_name(name)) is not None:
-        return ModelFiles(name, _from_hub(found, path, setting))
+    if (hub_id := hub_name(name)) is not None:
+        return ModelFiles(name, _from_hub(hub_id, path, setting))
     near = _near(path) or suggest(name, list(ALIASES))
     if _is_path(name):
         raise ModelError(f"{setting}: found no file or directory {name!r}{near}")
@@ -123,7 +123,7 @@ def with_recommended(config: ModelConfig, files: ModelFiles) -> ModelConfig:
 
 
 def unreadable(files: ModelFiles, loaders: Sequence[str]) -> ModelError:
-    """Return the error for files that none of the loaders recognises.
+    """Return the error for files that none of the loaders recognizes.
 
     Args:
         files: files of the model.
@@ -140,7 +140,7 @@ def unreadable(files: ModelFiles, loaders: Sequence[str]) -> ModelError:
 
 
 def _about_directory(path: Path) -> str:
-    names = sorted(found.name for found in path.iterdir())
+    names = sorted(entry.name for entry in path.iterdir())
     if not names:
         return f"the directory is empty; expected {_EXPECTED}"
     if gguf := [name for name in names if name.endswith(".gguf")]:
@@ -188,7 +188,7 @@ def _near(path: Path) -> str:
     """Return ` (did you mean 'x'?)` for the first part of a path that does not exist."""
     missing = next((p for p in (path, *path.parents) if p.parent.is_dir()), path)
     try:
-        names = [found.name for found in missing.parent.iterdir()]
+        names = [entry.name for entry in missing.parent.iterdir()]
     except OSError:
         return ""
     close = difflib.get_close_matches(missing.name, names, n=1)

@@ -1,6 +1,6 @@
 """The order of logits processors and step parts: phase, then before/after, then as enabled.
 
-Also the checks of what the chosen plugins declare of one another, and of their names.
+Also the checks of the chosen plugins' declarations about one another, and of their names.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def ordered_parts(parts: Mapping[str, type[StepPart]]) -> list[str]:
 
 
 def _sorted(graph: dict[str, set[str]], place: Mapping[str, Any], kind: str) -> list[str]:
-    """Return the names of a graph, each after those before it; else in the order of `place`."""
+    """Return the names of a graph in topological order, else in the order of `place`."""
     sorter = graphlib.TopologicalSorter(graph)
     try:
         sorter.prepare()
@@ -126,7 +126,7 @@ def check_neighbours(chosen: Sequence[SelectedPlugin], targets: Mapping[_Key, An
         targets: their classes, by key.
 
     Raises:
-        PluginConflictError: names the component, and what to do.
+        PluginConflictError: names the component, and the fix.
     """
     _check_order(chosen, targets)
     _check_params_fields(chosen, targets)
@@ -164,12 +164,12 @@ def _check_params_fields(chosen: Sequence[SelectedPlugin], targets: Mapping[_Key
 def unknown_neighbours(
     chosen: Sequence[SelectedPlugin],
     targets: Mapping[_Key, Any],
-    found: Sequence[InstalledPlugin],
+    installed: Sequence[InstalledPlugin],
 ) -> list[str]:
     """Return a warning for each name in `before` and `after` that no logits processor has."""
     processors = [c for c in chosen if c.kind.name == _PROCESSORS]
     known = {c.name for c in processors}
-    known |= {f.name for f in found if f.kind == _PROCESSORS}
+    known |= {f.name for f in installed if f.kind == _PROCESSORS}
     return [
         f"{item.source}: its {relation} names {name!r}, and no logits processor of that name is "
         f"enabled or installed{suggest(name, sorted(known))}"

@@ -48,13 +48,13 @@ def options_by_component(
     config_sources: ConfigSources,
     chosen: Sequence[SelectedPlugin],
     targets: dict[Key, Any],
-    found: Sequence[InstalledPlugin],
+    installed: Sequence[InstalledPlugin],
 ) -> tuple[dict[Key, dict[str, Any]], Iterable[str]]:
     """Return each component's options with defaults, checked by its type, and warnings.
 
     Adapters are replaced in `targets` by ones with their options applied.
     """
-    unused = _unused_tables(config, config_sources, chosen, found)
+    unused = _unused_tables(config, config_sources, chosen, installed)
     paths = _option_paths(config, config_sources, chosen, targets, unused)
     result: dict[Key, dict[str, Any]] = {}
     for item in chosen:
@@ -123,7 +123,7 @@ def _option_paths(
         path = f"plugin.{name}"
         origin = config_sources.of(path)
         keys = [
-            owner.key for (kind, own), owner in owners.items() if name in (own, f"{kind}/{own}")
+            owner.key for (kind, use), owner in owners.items() if name in (use, f"{kind}/{use}")
         ]
         # An adapter has no options: the table is that of a component with the same name.
         keys = [key for key in keys if key[0] != ADAPTER_KIND] or keys
@@ -136,7 +136,7 @@ def _option_paths(
         if len(certain := [key for key in keys if key in loaded]) == 1:
             keys = certain
         if len(keys) > 1:
-            choices = ", ".join(f'"{kind}/{own}"' for kind, own, _ in keys)
+            choices = ", ".join(f'"{kind}/{use}"' for kind, use, _ in keys)
             raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
         if keys[0] in paths:
             raise ConfigError(f"{path}: given twice, here and by {paths[keys[0]]} (from {origin})")
@@ -148,7 +148,7 @@ def _unused_tables(
     config: EngineConfig,
     config_sources: ConfigSources,
     chosen: Sequence[SelectedPlugin],
-    found: Sequence[InstalledPlugin],
+    plugins: Sequence[InstalledPlugin],
 ) -> dict[str, str]:
     """Return a warning for each table of an installed component that is not the chosen one.
 
@@ -157,7 +157,7 @@ def _unused_tables(
     """
     used = {name for item in chosen for name in (item.name, f"{item.kind.name}/{item.name}")}
     warnings: dict[str, str] = {}
-    for installed in found:
+    for installed in plugins:
         kind = KINDS.get(installed.kind)
         if kind is None or kind.number is not Number.ONE or kind.chosen_by is None:
             continue
@@ -176,8 +176,8 @@ def declared_tables(hooks: Iterable[tuple[Any, Source]]) -> Tables:
     """Return the tables that hooks declare as `config_table`, by name.
 
     Raises:
-        PluginContractError: naming the plugin and what is wrong with its declaration.
-        PluginConflictError: two plugins declare one table, or one that Hardpoint has.
+        PluginContractError: naming the plugin and the defect of its declaration.
+        PluginConflictError: two plugins declare one table, or a plugin declares one of Hardpoint's.
     """
     tables: Tables = {}
     sources: dict[str, Source] = {}
@@ -232,7 +232,7 @@ def check_on_error(
         origin = config_sources.of(path)
         if name not in scopes:
             raise ConfigError(
-                f"{path}: no plugin {name!r} is enabled whose faults end less than the engine"
+                f"{path}: no enabled plugin {name!r} has faults that end less than the engine"
                 f"{name_of(name, may_end) or typed.suggest(name, sorted(scopes))} (from {origin})"
             )
         if scope not in (scopes[name].value, "engine"):

@@ -83,13 +83,13 @@ class PluginSet:
     def __init__(
         self,
         manifest: Manifest,
-        found: Sequence[InstalledPlugin] = (),
+        installed: Sequence[InstalledPlugin] = (),
         targets: Mapping[Key, Any] | None = None,
         warnings: Sequence[str] = (),
     ) -> None:
         """`targets` holds the classes already imported, by the keys of their entries."""
         self.manifest = manifest
-        self.found = found
+        self.found = installed
         self.warnings = warnings
         self._entries = {(e.kind, e.name): e for e in manifest.entries}
         self._targets = dict(targets or {})
@@ -101,7 +101,7 @@ class PluginSet:
         return sorted((e for e in self.manifest.entries if e.kind == kind), key=lambda e: e.place)
 
     def one(self, kind: str) -> PluginEntry:
-        """Return the only entry of a kind; of candidates, that of the component in use."""
+        """Return the only entry of a kind; of candidates, the entry in use."""
         if (used := self._used.get(kind)) is not None:
             return used
         (entry,) = self.entries(kind)
@@ -113,7 +113,7 @@ class PluginSet:
         """Return the entry of a name.
 
         Raises:
-            PluginNotFoundError: it is not enabled; the message names what is, and what offers it.
+            PluginNotFoundError: it is not enabled; the message names enabled and offered ones.
             HardpointError: as `find`.
         """
         if entry := self.find(kind, name, conflict):
@@ -182,7 +182,7 @@ class PluginSet:
         """Build an entry's component.
 
         Args:
-            entry: an entry of the kind whose components are built with such a context.
+            entry: an entry of the kind of components that are built with such a context.
             context_type: class of the context.
             fields: fields of the context, in addition to name and options.
 
@@ -196,7 +196,7 @@ class PluginSet:
     def create_for_device(
         self, kind: str, context_type: type[Context[C]], *, device: Any, **fields: Any
     ) -> C:
-        """Build the component of a kind of which there is one per device.
+        """Build the component of a per-device kind.
 
         Args:
             kind: `attention_backends`, `ops` or `communicators`.
@@ -276,7 +276,7 @@ class PluginSet:
         """Return the next generation, which has the components of some kinds from another set."""
         entries = [entry for entry in self.manifest.entries if entry.kind not in changed]
         entries += [entry for entry in fresh.manifest.entries if entry.kind in changed]
-        was, now = ({e.key: e.options for e in one.manifest.tree()} for one in (self, fresh))
+        was, now = ({e.key: e.options for e in p.manifest.tree()} for p in (self, fresh))
         targets = {
             key: target
             for key, target in fresh._targets.items()
@@ -302,7 +302,7 @@ class PluginSet:
         return [(entry, self.target(entry)) for entry in self.entries("logits_processors")]
 
     def keeping_states(self) -> dict[str, type[RequestStates]]:
-        """Return the classes of the logits processors by name, and that of the sampler."""
+        """Return the classes of the logits processors by name, and the class of the sampler."""
         processors = {entry.name: cls for entry, cls in self.logits_processors()}
         return {**processors, SAMPLER: self.target(self.one("samplers"))}
 
@@ -310,27 +310,27 @@ class PluginSet:
 def resolve_plugins(
     config: EngineConfig,
     config_sources: ConfigSources | None = None,
-    found: Sequence[InstalledPlugin] | None = None,
-    handed: Sequence[InstalledPlugin] = (),
+    installed: Sequence[InstalledPlugin] | None = None,
+    passed_plugins: Sequence[InstalledPlugin] = (),
 ) -> PluginSet:
-    """Resolve a configuration's plugins; import and check those that are certain to run.
+    """Resolve a configuration's plugins; import and check the plugins that are certain to run.
 
     Built-ins that are named by models or requests, and idle defaults, are imported when needed.
 
     Args:
         config: the configuration.
         config_sources: sources of its values.
-        found: what is installed; None finds it.
-        handed: what the program hands over, see `handed_over`.
+        installed: the installed plugins; None finds them.
+        passed_plugins: the plugins that the program passes, see `handed_over`.
 
     Raises:
         ConfigError: an option is wrong or belongs to no plugin that is on.
         PluginError: a component is missing, broken, ambiguous or against its contract.
     """
     config_sources = config_sources or ConfigSources()
-    found = discover(config.plugins.foreign_groups) if found is None else found
-    selection = Selection(config, config_sources, with_handed_over(found, handed))
-    chosen, found = selection.run(), selection.found
+    installed = discover(config.plugins.foreign_groups) if installed is None else installed
+    selection = Selection(config, config_sources, with_handed_over(installed, passed_plugins))
+    chosen, installed = selection.run(), selection.found
     check_names(chosen)
     targets: dict[Key, Any] = {}
     for i in (item for item in chosen if _is_certain_to_run(item, config)):
@@ -340,12 +340,12 @@ def resolve_plugins(
     check_devices(chosen, targets)
     wraps = _find_wrapped(selection, config, config_sources, chosen, targets)
     every = [*chosen, *(inner for found_ in wraps.values() for inner in found_.values())]
-    options, unused = options_by_component(config, config_sources, every, targets, found)
+    options, unused = options_by_component(config, config_sources, every, targets, installed)
     check_neighbours(chosen, targets)
     places = _places(chosen, targets)
     loaded = ((i.kind, i.source, targets[i.key]) for i in every if i.key in targets)
-    warnings = [*selection.warnings, *unused, *unknown_neighbours(chosen, targets, found)]
-    warnings += [*warn_of_defaults(config, every, found), *warn_of_earlier(loaded)]
+    warnings = [*selection.warnings, *unused, *unknown_neighbours(chosen, targets, installed)]
+    warnings += [*warn_of_defaults(config, every, installed), *warn_of_earlier(loaded)]
 
     def entry(item: SelectedPlugin) -> PluginEntry:
         return PluginEntry(
@@ -358,12 +358,12 @@ def resolve_plugins(
             options=options[item.key],
             place=places.get(item.key, 0),
             stays=item.stays,
-            duplicates=undecided(item, found),
+            duplicates=undecided(item, installed),
             wraps={use: entry(inner) for use, inner in wraps.get(item.key, {}).items()},
         )
 
     manifest = Manifest(hardpoint=installed_version(), entries=tuple(map(entry, chosen)))
-    return PluginSet(manifest, found, targets, warnings)
+    return PluginSet(manifest, installed, targets, warnings)
 
 
 def _is_certain_to_run(item: SelectedPlugin, config: EngineConfig) -> bool:
@@ -385,7 +385,7 @@ def _find_wrapped(
     Raises:
         PluginError: one cannot be loaded, or wraps itself.
     """
-    found: dict[Key, dict[str, SelectedPlugin]] = {}
+    wrapped: dict[Key, dict[str, SelectedPlugin]] = {}
 
     def add(outer: SelectedPlugin, chain: tuple[SelectedPlugin, ...]) -> None:
         target = targets.get(outer.key)
@@ -408,18 +408,18 @@ def _find_wrapped(
             loaded = load_component(inner.kind, inner.source, inner.target, selection.adapters)
             _check_arguments(outer, target, inner, loaded)
             targets[inner.key] = loaded
-            found.setdefault(outer.key, {})[use] = inner
+            wrapped.setdefault(outer.key, {})[use] = inner
             add(inner, (*chain, inner))
 
     for item in chosen:
         add(item, (item,))
-    return found
+    return wrapped
 
 
 def _wrapped(
     selection: Selection, outer: SelectedPlugin, target: type[Component], options: Any
 ) -> Iterator[tuple[str, str, SelectedPlugin]]:
-    """Yield what a component wraps: by which reference, the path that names it, and itself."""
+    """Yield the components that a component wraps: reference, path of the option, component."""
     for named in _wraps(outer, target, options):
         path = _path_of_wrapped(outer, options, named)
         for use, inner in selection.wrapped(outer, named, path).items():

@@ -52,7 +52,7 @@ def with_references(value: Any, path: str, origin: str) -> Any:
         origin: origin of the value, for error messages.
 
     Raises:
-        ConfigError: an object can be found by no FQCN; it is named, with what would be right.
+        ConfigError: an object can be found by no FQCN; it is named, with the fix.
     """
     try:
         return _replaced(value, path, origin)
@@ -117,11 +117,11 @@ def find_reference(target: Any) -> tuple[str, str]:
             f"{module}:{qualname} exists only inside a function, where neither an import "
             f"nor another process can find it; {advice}"
         )
-    found: Any = sys.modules.get(module)
+    existing: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    if found is not target:
-        stands_for = "has no such object" if found is None else "has another object of that name"
+        existing = getattr(existing, part, None)
+    if existing is not target:
+        stands_for = "has no such object" if existing is None else "has another object of that name"
         return "", f"{module}:{qualname} cannot be found, for its module {stands_for}; {advice}"
     return f"{module}:{qualname}", ""
 
@@ -139,16 +139,16 @@ def _reference_of_object(target: Any) -> tuple[str, str]:
 
 
 def with_handed_over(
-    installed: Sequence[InstalledPlugin], handed: Sequence[InstalledPlugin]
+    installed: Sequence[InstalledPlugin], passed_plugins: Sequence[InstalledPlugin]
 ) -> list[InstalledPlugin]:
-    """Return all plugins that can be enabled; one that is handed over is no installed one, too."""
-    return [*(found for found in installed if found not in handed), *handed]
+    """Return all plugins that can be enabled; a passed plugin replaces the installed one."""
+    return [*(plugin for plugin in installed if plugin not in passed_plugins), *passed_plugins]
 
 
 def provided_by(
     target: Any,
     source: Source,
-    found: Sequence[InstalledPlugin],
+    installed: Sequence[InstalledPlugin],
     adapters: ComponentAdapters,
     origin: str,
 ) -> list[InstalledPlugin]:
@@ -157,9 +157,9 @@ def provided_by(
     Args:
         target: its module, class or object.
         source: its identity.
-        found: what is installed.
+        installed: the installed plugins.
         adapters: adapt components that derive from no interface.
-        origin: what enables them, too; empty if nothing does.
+        origin: the setting that enables them, too; empty if none does.
 
     Raises:
         PluginFaultError: its hook failed; the cause is chained.
@@ -181,37 +181,37 @@ def provided_by(
     return [
         offer
         for name, component in components.items()
-        for offer in offered_plugins(name, component, source, found, adapters, origin)
+        for offer in offered_plugins(name, component, source, installed, adapters, origin)
     ]
 
 
 def offered_plugins(
-    given: Any,
+    reference: Any,
     component: Any,
     source: Source,
-    found: Sequence[InstalledPlugin],
+    installed: Sequence[InstalledPlugin],
     adapters: ComponentAdapters,
     origin: str,
 ) -> list[InstalledPlugin]:
     """Return a component that is given by name as if it were installed, for each of its kinds.
 
     Args:
-        given: the name, or `kind/name`.
+        reference: the name, or `kind/name`.
         component: the component.
-        source, found, adapters, origin: as for `provided_by`.
+        source, installed, adapters, origin: as for `provided_by`.
 
     Raises:
-        PluginError: no FQCN finds it, or it is not what its name states.
+        PluginError: no FQCN finds it, or it does not fit its name.
     """
-    kind_name, name = _split(given, source)
+    kind_name, name = _split(reference, source)
     value, problem = find_reference(component)
     if problem:
         raise PluginLoadError(f"{source}: its component {name!r}: {problem}")
-    own = Source(name, value, source.distribution, source.version, source.origin)
-    kinds = adapters.kinds_of(component, own)
+    offered = Source(name, value, source.distribution, source.version, source.origin)
+    kinds = adapters.kinds_of(component, offered)
     if kind_name and kind_name not in [kind.name for kind in kinds]:
         raise PluginContractError(
-            f"{source}: its hook {_HOOK} gives {value} as {given!r}, and it is of kind "
+            f"{source}: its hook {_HOOK} gives {value} as {reference!r}, and it is of kind "
             f"{kinds[0].name}"
         )
     if kinds[0].interface is None:
@@ -222,7 +222,8 @@ def offered_plugins(
     offers = []
     for kind in kinds:
         if kind_name in ("", kind.name):
-            known = next((f for f in found if (f.kind, f.value) == (kind.name, value)), own)
+            same = (f for f in installed if (f.kind, f.value) == (kind.name, value))
+            known = next(same, offered)
             offers.append(
                 InstalledPlugin(
                     kind.name, name, value, known.distribution, known.version, origin=origin
@@ -231,16 +232,16 @@ def offered_plugins(
     return offers
 
 
-def _split(given: Any, source: Source) -> tuple[str, str]:
-    kind, _, name = given.rpartition("/") if isinstance(given, str) else ("", "", "")
+def _split(reference: Any, source: Source) -> tuple[str, str]:
+    kind, _, name = reference.rpartition("/") if isinstance(reference, str) else ("", "", "")
     if not name or "." in name:
         raise PluginContractError(
-            f"{source}: its hook {_HOOK} returned the name {shown(given)}, expected a name without "
-            f'\'.\', such as "gumbel" or "samplers/gumbel"'
+            f"{source}: its hook {_HOOK} returned the name {shown(reference)}, expected a name "
+            f'without \'.\', such as "gumbel" or "samplers/gumbel"'
         )
     if kind and kind not in KINDS:
         raise PluginNotFoundError(
-            f"{source}: its hook {_HOOK} returned the name {given!r}, and there is no kind "
+            f"{source}: its hook {_HOOK} returned the name {reference!r}, and there is no kind "
             f"{kind!r}{suggest(kind, list(KINDS))}; kinds here: {', '.join(KINDS)}"
         )
     return kind, name

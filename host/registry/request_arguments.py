@@ -83,21 +83,21 @@ def check_arguments(target: type[ComponentWithArguments], source: Source) -> Non
 
 
 def convert_arguments(
-    source: Source, type_: type[typed.Arguments], given: Any, path: str
+    source: Source, type_: type[typed.Arguments], values: Any, path: str
 ) -> typed.Arguments:
     """Return arguments as the type of a component, checked.
 
     Args:
         source: source of the component, for messages.
         type_: its `Arguments` or `Prepared`.
-        given: plain data or an instance.
+        values: plain data or an instance.
         path: path of the arguments, for messages.
 
     Raises:
         RequestError: they do not fit, or the component's own check failed.
     """
     try:
-        return typed.convert(given, type_, path=path, error=RequestError, str_keys=True)
+        return typed.convert(values, type_, path=path, error=RequestError, str_keys=True)
     except BaseException as cause:
         raise_as(RequestError, f"{source}: its Arguments", cause, (RequestError,))
 
@@ -140,7 +140,7 @@ def given_fields(type_: type[typed.Arguments], plain: Mapping[str, Any]) -> dict
 
     Args:
         type_: the `Arguments` of the component.
-        plain: as they travel; what only `prepare` fills, and what has its default, is left out.
+        plain: as they travel, without fields that only `prepare` fills, and without defaults.
     """
     fields = msgspec.structs.fields(type_)
     return {
@@ -203,20 +203,20 @@ class ArgumentTaker:
         with faults_as(RequestError, f"{self.source}: its uses"):
             return bool(self.cls.uses(params))
 
-    def arguments(self, params: SamplingParams, given: Given | None) -> tuple[typed.Arguments, str]:
+    def arguments(self, params: SamplingParams, args: Given | None) -> tuple[typed.Arguments, str]:
         """Return the checked arguments of a request that uses it, and where they stand.
 
         Raises:
             RequestError: they are wrong, or given twice.
         """
         fields = self.set_fields(params)
-        if given is not None:
+        if args is not None:
             if fields and params.plugin_args:
-                raise RequestError(f"{given.path}: given twice, here and by {', '.join(fields)}")
-            value, path, place = given.value, given.path, given.path
+                raise RequestError(f"{args.path}: given twice, here and by {', '.join(fields)}")
+            value, path, place = args.value, args.path, args.path
         elif fields:
-            own = self.cls.Arguments.__struct_fields__
-            value, path = {name: fields[name] for name in fields if name in own}, ""
+            names = self.cls.Arguments.__struct_fields__
+            value, path = {name: fields[name] for name in fields if name in names}, ""
             place = "/".join(fields)
         else:
             value, path = {}, f"plugin_args.{self.key}"

@@ -1,4 +1,4 @@
-"""Selection of the enabled components from the configuration and what is installed."""
+"""Selection of the enabled components from the configuration and the installed plugins."""
 
 from __future__ import annotations
 
@@ -53,13 +53,12 @@ class Selection:
     """
 
     def __init__(
-        self, config: EngineConfig, config_sources: ConfigSources, found: Sequence[InstalledPlugin]
+        self, config: EngineConfig, sources: ConfigSources, installed: Sequence[InstalledPlugin]
     ) -> None:
-        """`found` is the result of `discover()`."""
         self._config = config
-        self._config_sources = config_sources
-        self._found = [f for f in found if f.known_kind]
-        self._unknown = [f for f in found if not f.known_kind]
+        self._config_sources = sources
+        self._found = [f for f in installed if f.known_kind]
+        self._unknown = [f for f in installed if not f.known_kind]
         self._on: dict[tuple[str, str], SelectedPlugin] = {}
         self._disabled: dict[tuple[str, str], str] = {}  # the path that disables it
         self._kept_off: set[InstalledPlugin] = set()  # of those that a program hands over
@@ -92,9 +91,9 @@ class Selection:
         Raises:
             As `run`.
         """
-        for found in self._found:
-            if found.builtin and KINDS[found.kind].chosen_by is None:
-                self._add(self._chosen(found, ""))
+        for plugin in self._found:
+            if plugin.builtin and KINDS[plugin.kind].chosen_by is None:
+                self._add(self._chosen(plugin, ""))
         self._disable(provided=False)
         self._find_provided()
         self._disable(provided=True)
@@ -106,17 +105,17 @@ class Selection:
 
     @property
     def found(self) -> list[InstalledPlugin]:
-        """All that can be enabled: what is installed, and what enabled hooks provide."""
+        """All plugins that can be enabled: installed, and provided by enabled hooks."""
         return [*self._found, *self._unknown]
 
     def enabled_adapters(self) -> list[Adapter]:
-        """Import the component adapters: those that are on, and those to be enabled."""
+        """Import the component adapters that are on or to be enabled."""
         kind = KINDS[ADAPTER_KIND]
         on = [item.source for item in self._on.values() if item.kind == kind]
-        on += [found.source(found.origin) for found in self._handed if found.kind == ADAPTER_KIND]
+        on += [p.source(p.origin) for p in self._handed if p.kind == ADAPTER_KIND]
         for index, wanted in enumerate(self._config.plugins.enable):
             use, _ = self._use_of(wanted, path := f"plugins.enable[{index}]")
-            named = [self._chosen(found, path).source for found in self._candidates(use, kind)]
+            named = [self._chosen(plugin, path).source for plugin in self._candidates(use, kind)]
             if not named and ":" in use:
                 self._check_proof(Source.of_module(use, use, path))
             on += named or self.adapters.own(use, path)
@@ -124,7 +123,7 @@ class Selection:
 
     def _find_provided(self) -> None:
         plugins = self._config.plugins
-        hooks = [(self._handed_over(found), found.origin) for found in self._handed]
+        hooks = [(self._handed_over(plugin), plugin.origin) for plugin in self._handed]
         hooks += [(on, "") for (_, name), on in self._on.items() if name not in plugins.replace]
         named = [(f"plugins.replace.{name}", use) for name, use in plugins.replace.items()]
         for index, wanted in enumerate(plugins.enable):
@@ -143,33 +142,33 @@ class Selection:
     def _named_hooks(self, reference: str, path: str) -> list[SelectedPlugin]:
         hooks = KINDS["hooks"]
         if not self._is_fqcn(reference, hooks):
-            return [self._chosen(found, path) for found in self._candidates(reference, hooks)]
+            return [self._chosen(plugin, path) for plugin in self._candidates(reference, hooks)]
         chosen = self._by_fqcn(reference, path, hooks)
         with inspecting(chosen.source):
             return [chosen] if marks_hooks(chosen.target) else []
 
     def _enable_handed_over(self) -> None:
-        """Enable what a program hands over, but for what the configuration enables or chooses."""
-        for found in self._handed:
-            chosen = self._handed_over(found)
+        """Enable the passed plugins that the configuration neither enables nor chooses."""
+        for plugin in self._handed:
+            chosen = self._handed_over(plugin)
             on = [(item.kind, item.source.value) for item in self._on.values()]
             if chosen.kind.chosen_by is not None:
                 continue
-            if found.problem and not self._config.engine.in_process:
+            if plugin.problem and not self._config.engine.in_process:
                 raise PluginLoadError(
-                    f"{chosen.source}: {found.problem}; or run the engine in this process "
+                    f"{chosen.source}: {plugin.problem}; or run the engine in this process "
                     f"(engine.in_process)"
                 )
-            if found.stays or (chosen.kind, found.value) not in on:
+            if plugin.stays or (chosen.kind, plugin.value) not in on:
                 self._add(chosen)
 
     @property
     def _handed(self) -> list[InstalledPlugin]:
-        return [found for found in self._found if found.origin and found not in self._kept_off]
+        return [plugin for plugin in self._found if plugin.origin and plugin not in self._kept_off]
 
-    def _handed_over(self, found: InstalledPlugin) -> SelectedPlugin:
-        kind, source = KINDS[found.kind], found.source(found.origin)
-        return SelectedPlugin(kind, source, found.origin, found.target, found.stays)
+    def _handed_over(self, plugin: InstalledPlugin) -> SelectedPlugin:
+        kind, source = KINDS[plugin.kind], plugin.source(plugin.origin)
+        return SelectedPlugin(kind, source, plugin.origin, plugin.target, plugin.stays)
 
     def _enable_named(self, kind: PluginKind, path: str) -> None:
         value = value_at(self._config, path)
@@ -228,8 +227,8 @@ class Selection:
         """Return the components of "auto", by reference: the configured backend, or candidates."""
         if (backend := self._config.backend) != AUTO:
             return {AUTO: self._resolve(backend, "backend", kind)}
-        found = (f for f in self._found if f.builtin and f.kind == kind.name)
-        by_name = {f.name: self._chosen(f, path) for f in found}
+        builtins = (f for f in self._found if f.builtin and f.kind == kind.name)
+        by_name = {f.name: self._chosen(f, path) for f in builtins}
         return {name: by_name[name] for name in _CANDIDATES if name in by_name}
 
     def wrapped(
@@ -243,13 +242,13 @@ class Selection:
             path: path of the option.
         """
         if reference == AUTO and outer.kind.name in BACKEND_KINDS:
-            found = self._of_backend(outer.kind, path)
+            components = self._of_backend(outer.kind, path)
         else:
-            found = {reference: self._resolve(reference, path, outer.kind)}
+            components = {reference: self._resolve(reference, path, outer.kind)}
         origin = str(outer.source)
         return {
             use: replace(inner, source=replace(inner.source, origin=origin))
-            for use, inner in found.items()
+            for use, inner in components.items()
         }
 
     def _enable(self, wanted: str | PluginUse, path: str) -> None:
@@ -261,7 +260,7 @@ class Selection:
         if name is not None:
             chosen = replace(chosen, source=replace(chosen.source, name=name))
         if chosen.kind.chosen_by is not None:
-            few = ", of which there is one" if chosen.kind.number is Number.ONE else ""
+            few = ", which allows one" if chosen.kind.number is Number.ONE else ""
             raise ConfigError(
                 f"{path}: {use!r} is of kind {chosen.kind.name}{few}; choose it "
                 f"with {chosen.kind.chosen_by} (from {self._config_sources.of(path)})"
@@ -288,7 +287,7 @@ class Selection:
                 )
 
     def _disable(self, *, provided: bool) -> None:
-        """Switch off what is disabled; what hooks provide is known in the call with `provided`."""
+        """Switch off disabled plugins; the call with `provided` includes plugins from hooks."""
         for index, name in enumerate(self._config.plugins.disable):
             if (path := f"plugins.disable[{index}]") in self._disabled.values():
                 continue
@@ -297,17 +296,17 @@ class Selection:
                     f"{path}: plugins.enable names {name!r}, too; remove one of the two "
                     f"(from {self._config_sources.of(path)})"
                 )
-            handed = {
-                (found.kind, found.name): found
-                for found in self._handed
-                if KINDS[found.kind].chosen_by is None and self._handed_over(found).answers_to(name)
+            passed = {
+                (p.kind, p.name): p
+                for p in self._handed
+                if KINDS[p.kind].chosen_by is None and self._handed_over(p).answers_to(name)
             }
-            on = {key: self._handed_over(found) for key, found in handed.items()} | self._on
+            on = {key: self._handed_over(plugin) for key, plugin in passed.items()} | self._on
             if not provided and not any(item.answers_to(name) for item in on.values()):
                 continue  # a hook may provide it
             for key in self._keys_of(name, path, on):
                 if self._on.pop(key, None) is None:
-                    self._kept_off.add(handed[key])
+                    self._kept_off.add(passed[key])
                 self._disabled[key] = path
 
     def _replace(self) -> None:
@@ -341,7 +340,7 @@ class Selection:
         for kind in KINDS.values():
             if kind.chosen_by and any(f.kind == kind.name and f.name == name for f in self._found):
                 raise ConfigError(
-                    f"{path}: {name!r} is of kind {kind.name}, of which there is one; choose it "
+                    f"{path}: {name!r} is of kind {kind.name}, which allows one; choose it "
                     f"with {kind.chosen_by} (from {origin})"
                 )
         known = [key[1] for key in on]
@@ -380,10 +379,10 @@ class Selection:
         offers = next((f for f in self._unknown if f.name == reference), None)
         if not missing and offers is None:
             return
-        what = f"{reference!r}: " if offers is None else f"{offers.label}: "
+        subject = f"{reference!r}: " if offers is None else f"{offers.label}: "
         meant = suggest(missing, list(KINDS)) if missing else ""
         raise PluginNotFoundError(
-            f"{path}: {what}{describe_unknown_kind(missing or (offers.kind if offers else ''))}"
+            f"{path}: {subject}{describe_unknown_kind(missing or (offers.kind if offers else ''))}"
             f"{meant}; kinds here: {', '.join(KINDS)} "
             f"(from {self._config_sources.of(path)})"
         )
@@ -407,7 +406,7 @@ class Selection:
             return [replace(first, kind=kind) for kind in kinds]
         candidates = self._candidates(reference, None)
         if len(candidates) > 1 and len({(f.value, f.distribution) for f in candidates}) == 1:
-            return [self._chosen(found, path) for found in candidates]
+            return [self._chosen(plugin, path) for plugin in candidates]
         return [self._by_name(reference, path, None)]
 
     def _by_fqcn(self, value: str, path: str, kind: PluginKind | None) -> SelectedPlugin:
@@ -433,10 +432,10 @@ class Selection:
         if not candidates:
             self._check_kind(reference, path)
             known = sorted({f.name for f in self._found if kind in (None, KINDS[f.kind])})
-            what = f"no {kind.name} component" if kind else "no installed component"
+            subject = f"no {kind.name} component" if kind else "no installed component"
             hint = component_hint(reference, kind.name if kind else None)
             raise PluginNotFoundError(
-                f"{path}: {what} is called {reference!r}{hint or suggest(reference, known)}"
+                f"{path}: {subject} is called {reference!r}{hint or suggest(reference, known)}"
                 f"{self._of_other_kinds(reference)}; found: {nearest_names(reference, known)} "
                 f"(from {origin})"
             )
@@ -449,7 +448,7 @@ class Selection:
         return self._chosen(candidates[0], path)
 
     def _of_other_kinds(self, reference: str) -> str:
-        kinds = {found.kind: KINDS[found.kind] for found in self._candidates(reference, None)}
+        kinds = {plugin.kind: KINDS[plugin.kind] for plugin in self._candidates(reference, None)}
         chosen = (kind for kind in kinds.values() if kind.chosen_by)
         return "".join(f"; {kind.chosen_by} takes the one of kind {kind.name}" for kind in chosen)
 
@@ -461,12 +460,12 @@ class Selection:
             and kind in (None, KINDS[f.kind])
         ]
 
-    def _chosen(self, found: InstalledPlugin, path: str) -> SelectedPlugin:
-        asked_by = self._asked_by(path, builtin=found.builtin)
-        source = found.source(asked_by)
-        if found.target is None:
+    def _chosen(self, plugin: InstalledPlugin, path: str) -> SelectedPlugin:
+        asked_by = self._asked_by(path, builtin=plugin.builtin)
+        source = plugin.source(asked_by)
+        if plugin.target is None:
             self._check_proof(source)
-        return SelectedPlugin(KINDS[found.kind], source, path, found.target, found.stays)
+        return SelectedPlugin(KINDS[plugin.kind], source, path, plugin.target, plugin.stays)
 
     def _asked_by(self, path: str, *, builtin: bool) -> str:
         origin = self._config_sources.of(path)

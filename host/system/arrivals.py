@@ -51,7 +51,7 @@ class Arrivals:
             self._groups[group][int(rank)] = _open(path)
 
     def late(self) -> set[int]:
-        """Return the ranks that others wait for: they have come to fewer calls than those."""
+        """Return the ranks that others wait for: they have come to fewer calls."""
         late = set[int]()
         for counts in self._groups.values():
             largest = max(count[0] for count in counts.values())

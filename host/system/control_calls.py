@@ -100,7 +100,7 @@ class Utility(Generic[P, R]):
         """Run the call with arguments by position; return its result, which may be a future.
 
         Raises:
-            RequestError: the arguments are not what the utility declares.
+            RequestError: the arguments do not fit the utility's declaration.
             Exception: raised by the implementation.
         """
         converted = convert_arguments(self.run, arguments, RequestError)
@@ -152,7 +152,7 @@ class utility:  # noqa: N801 - a decorator
 
 
 class SyncCaller:
-    """Base of classes whose control calls wait for the result."""
+    """Base of classes with control calls that wait for the result."""
 
     def __init_subclass__(cls) -> None:
         """Give the class a method for each utility that it inherits."""
@@ -164,7 +164,7 @@ class SyncCaller:
 
 
 class AsyncCaller:
-    """Base of classes whose control calls are awaited."""
+    """Base of classes with awaitable control calls."""
 
     def __init_subclass__(cls) -> None:
         """Give the class a coroutine method for each utility that it inherits."""
@@ -182,8 +182,8 @@ def _add_senders(cls: type[SyncCaller | AsyncCaller]) -> None:
 
 def utilities_of(cls: type) -> dict[str, Utility[Any, Any]]:
     """Return the utilities that a class declares or inherits and does not replace, by name."""
-    found = ((name, inspect.getattr_static(cls, name)) for name in dir(cls))
-    return {name: value for name, value in found if isinstance(value, Utility)}
+    members = ((name, inspect.getattr_static(cls, name)) for name in dir(cls))
+    return {name: value for name, value in members if isinstance(value, Utility)}
 
 
 class _Parameter(typing.NamedTuple):

@@ -17,7 +17,7 @@ _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
-    """Yield the folders of the groups of this process, and of those around them.
+    """Yield the folders of the groups of this process, and of their parents.
 
     Args:
         controller: the resource, "memory" or "cpu"; its groups of version 1, and all of version 2.
@@ -46,9 +46,9 @@ def oom_kills(proc: Path = PROC) -> int | None:
     """
     for group in control_groups("memory", proc):
         for name in ("memory.events", "memory.oom_control"):  # of version 2, and of version 1
-            found = _OOM_KILLS.search(read_control(group / name) or "")
-            if found:
-                return int(found[1])
+            match = _OOM_KILLS.search(read_control(group / name) or "")
+            if match:
+                return int(match[1])
         break  # an outer group counts the processes of others
     return None
 

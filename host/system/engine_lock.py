@@ -76,7 +76,7 @@ class EngineLock:
         """Wait for the lock.
 
         Raises:
-            HardpointError: the process is a fork of the one that opened the engine.
+            HardpointError: the process is a fork of the process that opened the engine.
         """
         owner = self.owner
         if owner.ending_thread is not None or os.getpid() != owner.pid:

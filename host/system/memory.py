@@ -1,4 +1,4 @@
-"""The memory that this process may use, what a model needs, and weights that give theirs away."""
+"""The memory limit of this process, a model's memory estimate, and weights moved to the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MemoryLimit:
 
     Attributes:
         available: bytes that the process may still allocate.
-        source: what sets the limit.
+        source: origin of the limit.
     """
 
     available: int
@@ -47,7 +47,7 @@ class MemoryLimit:
 
 
 def memory_limit(device: torch.device, proc: Path = PROC) -> MemoryLimit:
-    """Return the closest limit on what this process may still allocate on a device.
+    """Return the closest limit on further allocations of this process on a device.
 
     Those of the CPU are the machine's available memory, the control groups of the process (of
     containers for example) and its resource limits (`ulimit`).
@@ -136,14 +136,14 @@ class MemoryEstimate:
 
     Attributes:
         weights: size of the loaded model.
-        cache: the configured KV cache; else that of one request of the maximum length.
-        loading: size of what is needed while weights are loaded only.
+        cache: the configured KV cache; else the cache of one request of the maximum length.
+        loading: size of the memory for loading weights only.
         step: size of the largest step's intermediate results.
         limit: before anything was allocated.
-        share: maximum share that the cache takes of what weights and step leave.
-        request: what requests need of the cache.
+        share: maximum share that the cache takes of the memory left by weights and step.
+        request: memory of requests in the cache.
         is_configured: whether the size of the cache is.
-        parts: what is kept free for step parts, by what it is for, once that is known.
+        parts: memory reserved for step parts, by purpose, once that is known.
     """
 
     weights: int
@@ -172,25 +172,25 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         working = max(self.loading, self.step)
-        parts = "".join(f", {what} {size_text(size)}" for what, size in self.parts.items() if size)
+        parts = "".join(f", {name} {size_text(size)}" for name, size in self.parts.items() if size)
         return (
             f"weights {size_text(self.weights)}, KV cache {size_text(self.cache)}, working memory "
             f"{size_text(working)}{parts}; this process may use {self.limit}"
         )
 
     def with_cache(self, cache: int) -> MemoryEstimate:
-        """Return the estimate for a KV cache whose size is known."""
+        """Return the estimate for a KV cache of a known size."""
         return dataclasses.replace(self, cache=cache)
 
     def with_parts(self, parts: Mapping[str, int]) -> MemoryEstimate:
-        """Return the estimate for step parts whose memory is known."""
+        """Return the estimate for step parts with known memory."""
         return dataclasses.replace(self, parts=parts)
 
     def check(self, model: str) -> None:
         """Raise unless the model fits.
 
         Raises:
-            ModelError: it does not; the message names what would.
+            ModelError: it does not; the message names a configuration that does.
         """
         rest, room = self.limit.available - self.weights, self.room
         if self.loading <= rest and self.cache <= room:
@@ -215,14 +215,14 @@ def estimate_memory(
     request: CacheMemory,
     limit: MemoryLimit,
 ) -> MemoryEstimate:
-    """Estimate what a rank of a model needs, before any weight is read.
+    """Estimate the memory of a rank of a model, before any weight is read.
 
     Args:
         model: without weights.
         config: the engine's.
-        weights: those that this rank has, by name.
-        request: what requests need of the KV cache.
-        limit: what may be allocated.
+        weights: weights of this rank, by name.
+        request: memory of requests in the KV cache.
+        limit: the memory limit.
     """
     context, cache, scheduler = model.context, config.kv_cache, config.scheduler
     size, vocab = context.dtype.itemsize, context.config.vocab_size
@@ -312,7 +312,7 @@ class MovedWeights:
             storage.resize_(0)
 
     def move_back(self) -> None:
-        """Give the tensors memory again, with what it held.
+        """Give the tensors memory again, with their content.
 
         Raises:
             RuntimeError: the device's memory is short; it can be tried again.

@@ -45,7 +45,7 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Header of a file: `key` identifies the weights, `quantized` describes those of few bits."""
+    """Header of a file: `key` identifies the weights, `quantized` describes quantized weights."""
 
     key: str
     size: int
@@ -74,15 +74,15 @@ def read_tensors(file: Path, key: str) -> tuple[dict[str, torch.Tensor], str | N
     except FileNotFoundError:
         return None
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise UnusableFileError("expected a regular file")
-        if found.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             raise UnusableFileError(
-                f"it belongs to user {found.st_uid}, expected {os.geteuid()}, who runs this"
+                f"it belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this"
             )
-        if found.st_size < _PREFIX.size:
-            raise UnusableFileError(f"it is not whole: it has {found.st_size} bytes")
+        if status.st_size < _PREFIX.size:
+            raise UnusableFileError(f"it is not whole: it has {status.st_size} bytes")
         mapped = mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
         with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -109,7 +109,7 @@ def _read_header(mapped: mmap.mmap, key: str) -> tuple[_Header, int]:
         raise UnusableFileError("its header is damaged")
     header = msgspec.json.decode(encoded, type=_Header)
     if header.key != key:
-        raise UnusableFileError("it has other weights than its name says")
+        raise UnusableFileError("its name is of other weights")
     start = _pages(_PREFIX.size + length)
     if len(mapped) != start + header.size:
         raise UnusableFileError(

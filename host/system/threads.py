@@ -73,7 +73,7 @@ class ThreadCount:
 
     Attributes:
         count: at least 1.
-        source: what sets it.
+        source: origin of the number.
     """
 
     count: int
@@ -155,12 +155,12 @@ class CPUUsage:
     Attributes:
         seconds: the time.
         idle: idle time of all of these CPUs together.
-        own: CPU time of this process.
+        used: CPU time of this process.
     """
 
     seconds: float
     idle: float
-    own: float
+    used: float
 
     @classmethod
     def now(cls, proc: Path = PROC) -> CPUUsage | None:
@@ -178,11 +178,11 @@ class CPUUsage:
 
     def computed_since(self, earlier: CPUUsage) -> bool:
         """Return whether this process computed most of the time, maybe next to many others."""
-        return self.own - earlier.own >= _COMPUTES * (self.seconds - earlier.seconds)
+        return self.used - earlier.used >= _COMPUTES * (self.seconds - earlier.seconds)
 
     def free_until(self, later: CPUUsage) -> float:
         """Return how many CPUs were idle or used by this process, on average until `later`."""
-        used = later.idle - self.idle + later.own - self.own
+        used = later.idle - self.idle + later.used - self.used
         return used / max(later.seconds - self.seconds, 1e-3)
 
 
@@ -222,7 +222,7 @@ def shared_limit(
     """Return the most threads of one of several ranks that share the cores of this host.
 
     Args:
-        current, proc, cpus: as for `thread_limit`; `current` is that of one rank.
+        current, proc, cpus: as for `thread_limit`; `current` is for one rank.
         num_ranks: number of ranks.
         num_engines: number of engines, which share the time that a control group has.
     """
@@ -307,9 +307,9 @@ def _measure(count: int) -> float:
 
     torch.set_num_threads(count)
     weight, vector = torch.ones(_ROWS, _COLUMNS), torch.ones(_COLUMNS)
-    found = []
+    seconds = []
     for _ in range(_REPEATS):
         began = time.perf_counter()
         torch.mv(weight, vector)
-        found.append(time.perf_counter() - began)
-    return min(found)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

@@ -103,7 +103,7 @@ def _set_inference_mode(on: bool) -> None:
 
 
 def put_back_defaults(plugin: object, method: str) -> None:
-    """Put back what a plugin has changed that has imported torch itself, but for the threads."""
+    """Restore the settings that a plugin which imported torch has changed, except the threads."""
     before = (None, torch.float32, torch.get_num_threads(), False, False, True)
     if read() != before:
         put_back(before, plugin, method)
@@ -111,12 +111,12 @@ def put_back_defaults(plugin: object, method: str) -> None:
 
 @contextlib.contextmanager
 def kept(plugin: object, method: str, before: State | None = None) -> Iterator[None]:
-    """Put back what the body changes; for calls that are rare.
+    """Restore settings that the body changes; for calls that are rare.
 
     Args:
         plugin: names the plugin that the body calls.
         method: method of the call.
-        before: the settings to keep; None is those of now.
+        before: the settings to keep; None is the current ones.
     """
     before = before or read()
     try:
@@ -127,7 +127,7 @@ def kept(plugin: object, method: str, before: State | None = None) -> Iterator[N
 
 
 def kept_within(items: Iterable[Any], plugin: object, method: str) -> Iterator[Any]:
-    """Yield items that a plugin makes; put back what it changes while it makes each.
+    """Yield items that a plugin makes; restore settings that it changes in the meantime.
 
     Args:
         items: the plugin's.
@@ -164,8 +164,8 @@ def _device(context: Any) -> str:
     return "none" if context is None else str(context.device)
 
 
-def _log_change(subject: str, advice: str, what: str, before: object, after: object) -> None:
-    if (subject, what) not in _logged:
-        _logged.add((subject, what))
+def _log_change(subject: str, advice: str, setting: str, before: object, after: object) -> None:
+    if (subject, setting) not in _logged:
+        _logged.add((subject, setting))
         text = "%s changed torch's %s from %s to %s, which is put back; %s"
-        _log.warning(text, subject, what, before, after, advice)
+        _log.warning(text, subject, setting, before, after, advice)

@@ -70,10 +70,10 @@ class WeightCache:
         file, began = _file(self._folder, key), time.perf_counter()
         try:
             _check_folder(self._folder)
-            found = read_tensors(file, key)
-            if found is None:
+            cached = read_tensors(file, key)
+            if cached is None:
                 return False
-            tensors, quantized = found
+            tensors, quantized = cached
             model.load_packed(tensors)
         except (UnusableFileError, OSError, KeyError, ValueError) as cause:
             _log.warning("weight cache: %s: %s; the weights are packed again", file, _why(cause))
@@ -82,7 +82,7 @@ class WeightCache:
             return False
         _log.info("packed weights: mapped %s (%.2f s)", file, time.perf_counter() - began)
         if quantized is not None:
-            _log.info("matrices of few bits: %s", quantized)
+            _log.info("quantized weights: %s", quantized)
         return True
 
     def save(self, key: str, model: Model, quantized: str | None = None) -> None:
@@ -91,7 +91,7 @@ class WeightCache:
         Args:
             key: key of the weights.
             model: model that has them.
-            quantized: description of the matrices of few bits, which later starts log.
+            quantized: description of the quantized matrices, which later starts log.
         """
         if self._folder is None or (tensors := model.packed_weights()) is None:
             return
@@ -136,16 +136,16 @@ def _why(cause: Exception) -> str:
 
 def _check_folder(folder: Path) -> None:
     try:
-        found = folder.stat()
+        status = folder.stat()
     except FileNotFoundError:
         return
     except OSError as cause:
         raise _FolderError(_why(cause)) from cause
-    if not stat.S_ISDIR(found.st_mode):
-        raise _FolderError("its folder is none")
-    if found.st_uid != os.geteuid():
+    if not stat.S_ISDIR(status.st_mode):
+        raise _FolderError("its folder is not a directory")
+    if status.st_uid != os.geteuid():
         raise _FolderError(
-            f"its folder belongs to user {found.st_uid}, expected {os.geteuid()}, who runs this"
+            f"its folder belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this"
         )
 
 
@@ -190,7 +190,7 @@ class _Writer:
         try:
             self._write(content)
         except WritingCancelledError:
-            _log.info("packed weights: not kept, for the model was closed before")
+            _log.info("packed weights: not kept, because the model was closed before")
         except Exception as cause:  # the model runs all the same
             _log.warning(
                 "weight cache: %s cannot be written: %s; the weights are packed at each start",
@@ -228,17 +228,17 @@ def _make_room(folder: Path, limit: int, keep: Path) -> None:
     Args:
         folder: folder of the cache.
         limit: limit of all files but one.
-        keep: the one that does not count, which is about to be replaced.
+        keep: the file that does not count, which is about to be replaced.
     """
     files = []
     for file in folder.iterdir():
         try:
-            found = file.lstat()
+            status = file.lstat()
         except FileNotFoundError:  # renamed by another process, or removed
             continue
         if file.suffix == _SUFFIX and file != keep:
-            files.append((found.st_mtime, found.st_size, file))
-        elif file.suffix == _TEMPORARY and time.time() - found.st_mtime > _ABANDONED_S:
+            files.append((status.st_mtime, status.st_size, file))
+        elif file.suffix == _TEMPORARY and time.time() - status.st_mtime > _ABANDONED_S:
             file.unlink(missing_ok=True)  # its writer was killed
     total = sum(size for _, size, _ in files)
     for _, size, file in sorted(files):

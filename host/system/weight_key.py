@@ -1,4 +1,4 @@
-"""The key of packed weights in the weight cache: what they are made of."""
+"""The key of packed weights in the weight cache: a digest of their sources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache_key(
         model: what makes of them what is kept.
         ops: its operations, which pack.
         quantization: the configuration of weights of few bits.
-        components: entries and classes of all of these, and of what they wrap.
+        components: entries and classes of all of these, and of their wrapped components.
     """
     if not ops.layout or (fingerprint := loader.fingerprint()) is None:
         return None
@@ -85,5 +85,5 @@ def _code(classes: Iterable[type]) -> str | None:
         stats = [(str(file), file.stat()) for file in sorted(files)]
     except OSError:
         return None
-    seen = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
+    seen = [(name, status.st_size, status.st_mtime_ns) for name, status in stats]
     return hashlib.sha256(repr(seen).encode()).hexdigest()

@@ -29,10 +29,10 @@ class Addresses:
         """Return the addresses, int64 [rows, tensors of a row]: always the same tensor."""
         known = tuple(storage.data_ptr() for storage in self._storages)
         if known != self._known:
-            found = [[tensor.data_ptr() for tensor in row] for row in self._tensors]
+            pointers = [[tensor.data_ptr() for tensor in row] for row in self._tensors]
             # From pinned memory the copy is queued behind the work that reads the old addresses.
             is_cuda = self._table.device.type == "cuda"
-            host = torch.tensor(found, dtype=torch.int64, pin_memory=is_cuda)
+            host = torch.tensor(pointers, dtype=torch.int64, pin_memory=is_cuda)
             self._table.copy_(host, non_blocking=True)
             self._known = known
         return self._table

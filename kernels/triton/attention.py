@@ -73,7 +73,7 @@ _SINGLE_TILES = {
 
 @dataclass(frozen=True, eq=False)
 class PagedStep:
-    """The sequences of a step; those with a single query come first.
+    """The sequences of a step, with single queries first.
 
     Attributes:
         starts: int64 [seqs + 1] on the device; tokens of sequence i are starts[i]:starts[i + 1].
@@ -93,7 +93,7 @@ class PagedStep:
 
 @triton.jit
 def _load_rows(at, is_key, is_column, MASKED: tl.constexpr, PADDED: tl.constexpr):
-    """Load keys or values; 0 for what nobody sees: its weight is 0, and 0 * NaN is NaN."""
+    """Load keys or values; 0 for unseen ones: their weight is 0, and 0 * NaN is NaN."""
     if MASKED:
         rows = tl.load(at, mask=is_key[:, None] & is_column, other=0.0)
     elif PADDED:
@@ -164,7 +164,7 @@ def _attend_tiles(
 
 @triton.jit
 def _first_state(sinks, head, is_row, is_sunk, BLOCK_M: tl.constexpr, SUNK: tl.constexpr):
-    """Return the largest score and the sum before any key: those of a sink, if `is_sunk`."""
+    """Return the largest score and the sum before any key: of a sink, if `is_sunk`."""
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SUNK:
@@ -289,7 +289,7 @@ def find_split(
     """
     before = 0  # splits of the sequences before
     end = 0  # of those that were looked at
-    found = 0
+    index = 0
     for first in range(0, num_seqs, LISTED):
         sequence = first + tl.arange(0, LISTED)
         inside = sequence < num_seqs
@@ -298,10 +298,10 @@ def find_split(
         # Padding has one, which writes its zeros.
         ends = end + tl.cumsum(tl.where(inside, tl.maximum(count, 1), 0), 0)
         is_before = (ends <= place) & inside
-        found += tl.sum(is_before.to(tl.int32), 0)
+        index += tl.sum(is_before.to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
         end = tl.max(ends, 0)
-    return found, place - before
+    return index, place - before
 
 
 @triton.jit
@@ -609,7 +609,7 @@ _TYPES = {
 def _variants(
     dtype: str, heads: int, kv_heads: int, head_size: int, limits: str = ""
 ) -> Iterator[Variant]:
-    """Yield the kernels of a layer, of which `limits` names what it has."""
+    """Yield the kernels of a layer; `limits` names its features."""
     layer = _Layer(heads, kv_heads, head_size, 16, 4 if dtype == "fp32" else 2)
     options = {
         "CAPPED": "soft cap" in limits,
@@ -626,8 +626,8 @@ def _variants(
         name = f"{kind}, {dtype}, heads {heads}/{kv_heads} of {head_size}{limits}"
         names = kernel.arg_names
         types = {arg: _TYPES[arg].format(dtype) for arg in names if arg in _TYPES}
-        given = {key: value for key, value in {**constants, **options}.items() if key in names}
-        yield Variant(name, kernel, types, given, tiles.num_warps, tiles.num_stages)
+        settings = {key: value for key, value in {**constants, **options}.items() if key in names}
+        yield Variant(name, kernel, types, settings, tiles.num_warps, tiles.num_stages)
 
 
 VARIANTS = (

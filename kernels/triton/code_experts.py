@@ -33,7 +33,7 @@ _SUMMED = 1024  # columns are computed in multiples of it, so that rows of resul
 
 @triton.jit
 def _pointer(addresses, index: tl.constexpr, dtype: tl.constexpr):
-    """Return one of an expert's addresses as that of elements of a dtype."""
+    """Return one of an expert's addresses as a pointer to elements of a dtype."""
     return tl.multiple_of(tl.load(addresses + index).to(tl.pointer_type(dtype)), 16)
 
 
@@ -145,7 +145,7 @@ def code_experts(
 
 def _are_alike(experts: Sequence[Sequence[Part]]) -> bool:
     forms = [[part.form for part in parts] for parts in experts]
-    return all(one == forms[0] for one in forms)
+    return all(form == forms[0] for form in forms)
 
 
 class _Parts:

@@ -81,7 +81,7 @@ def first_columns(lines, PIECE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_words(codes, highs, n, lines, n_inside, num_lines, BITS: tl.constexpr):
-    """Return words [n, lines, 16], and what has their fifth and sixth bits at the bottom."""
+    """Return words [n, lines, 16], and the fifth and sixth bits at their bottom."""
     inside = n_inside[:, None, None] & (lines < num_lines)[None, :, None]
     rows, line = n.to(tl.int64)[:, None, None], lines[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
@@ -197,7 +197,7 @@ def splits_of(tile: Tile, rows: int, steps: int) -> int:
 
 
 def code_constants(form: Form, tile: Tile) -> dict[str, Any]:
-    """Return those of a form, by which kernels differ."""
+    """Return the constants of a form, by which kernels differ."""
     return {
         "BITS": form.bits,
         "LINES": tile.lines,

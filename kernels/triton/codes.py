@@ -341,7 +341,7 @@ def _form(blocks: str, rows: int) -> Form:
 
 
 def _types(form: Form, dtype: torch.dtype) -> dict[str, str]:
-    """Return the types of what all kernels of codes take."""
+    """Return the types of the arguments that all kernels of codes have."""
     names = ("codes", "highs", "outer_scales", "outer_offsets", "values")
     types = dict.fromkeys(names, "*i16") | dict.fromkeys(_NUMBERS, "i32:16")
     types |= {"scales": f"*{_STORED[form.scales]}", "offsets": f"*{_STORED[form.offsets]}"}

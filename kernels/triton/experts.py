@@ -48,7 +48,7 @@ def _list_kernel(
     chosen, order, tiles, pairs, experts, TILE: tl.constexpr, BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """List the pairs of one expert, after those of the lower ones, and its tiles.
+    """List the pairs of one expert, after the pairs of lower experts, and its tiles.
 
     Args:
         chosen: experts of pairs, int64 [pairs]; numbers but 0 to experts - 1 stand for no expert.
@@ -372,7 +372,7 @@ def _aligned(matrix: torch.Tensor) -> torch.Tensor:
 def _product_variants(
     name: str, pairs: int, experts: int, dtype: str = "bf16", *, is_gpt_oss: bool = False
 ) -> tuple[Variant, ...]:
-    """Return variants of both products, those of gpt-oss with biases and clamped."""
+    """Return variants of both products; gpt-oss has biases and clamping."""
     tile = product_tile(pairs, experts, 4 if dtype == "fp32" else 2)
     constants = {key: value for key, value in tile.items() if not key.startswith("num_")}
     both = {

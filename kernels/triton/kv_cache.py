@@ -87,7 +87,7 @@ def store_kernel(
 def _constants(
     heads: int, kv_heads: int, head_size: int, block_size: int, size: int
 ) -> dict[str, int]:
-    """Return the constants of `store_kernel`; `size` is that of angles, or 0."""
+    """Return the constants of `store_kernel`; `size` is the size of angles, or 0."""
     block_d = power_of_2(head_size)
     return {
         "HEADS": heads,

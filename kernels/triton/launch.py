@@ -21,7 +21,7 @@ class TritonUnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way in which a kernel is compiled; `VARIANTS` of each module lists those that matter.
+    """One way to compile a kernel; `VARIANTS` of each module lists the ones that matter.
 
     Attributes:
         name: in the table of compiled kernels, "rms_norm, bf16, 4096 columns" for example.

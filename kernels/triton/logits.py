@@ -92,7 +92,7 @@ def _value(key):
 
 @triton.jit
 def _best(best_ptr, row, parts, PARTS: tl.constexpr):
-    """Return the key and the token of a row's largest logit, from those of its parts."""
+    """Return the key and the token of a row's largest logit, from the results of its parts."""
     part = tl.arange(0, PARTS)
     packed = tl.max(tl.load(best_ptr + row * parts + part, part < parts, other=_NONE), 0)
     return (packed >> 32).to(tl.int32), (packed & 0xFFFFFFFF) ^ _NAN_KEY
@@ -236,12 +236,12 @@ def _found(
             goal = tl.load(goals_ptr + row)
     # They descend; that of digit 0 is all that is at or above the bits found before.
     last = tl.sum((reached >= goal).to(tl.int64), 0) - 1
-    found = last << (32 - number * DIGIT)
+    bits = last << (32 - number * DIGIT)
     if KIND > 1:
-        found += tl.load(found_ptr + (number - 2) * rows + row)
+        bits += tl.load(found_ptr + (number - 2) * rows + row)
     if first:
-        tl.store(found_ptr + (number - 1) * rows + row, found)
-    return found
+        tl.store(found_ptr + (number - 1) * rows + row, bits)
+    return bits
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -250,7 +250,7 @@ def _select_kernel(
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write what is at or above the thresholds with each of the values of the next bits.
+    """Write the sums at or above the thresholds with each of the values of the next bits.
 
     That is the number of a part's logits, or the sum of their weights.
     """
@@ -259,7 +259,7 @@ def _select_kernel(
     best, _ = _best(best_ptr, row, parts, PARTS)
     setting = tl.load(settings_ptr + row)
     if _is_on(best, setting, vocab, WEIGHTED):
-        found = _found(
+        bits = _found(
             sums_ptr, found_ptr, goals_ptr, setting, row, parts, part == 0,
             number, KIND, WEIGHTED, DIGIT, PARTS,
         )  # fmt: skip
@@ -274,7 +274,7 @@ def _select_kernel(
             weight = (token < vocab).to(tl.int32)
         key = _key(logits)
         digit = tl.arange(0, 1 << DIGIT)
-        threshold = found + (digit.to(tl.int64) << (32 - (number + 1) * DIGIT)) - 0x80000000
+        threshold = bits + (digit.to(tl.int64) << (32 - (number + 1) * DIGIT)) - 0x80000000
         # With the logits in the last dimension, no two threads have the same one.
         is_above = key[None, :] >= threshold.to(tl.int32)[:, None]
         sums = tl.sum(tl.where(is_above, weight[None, :], 0), 1)
@@ -293,11 +293,11 @@ def _mask_kernel(
     best, _ = _best(best_ptr, row, parts, PARTS)
     setting = tl.load(settings_ptr + row)
     if _is_on(best, setting, vocab, WEIGHTED):
-        found = _found(
+        bits = _found(
             sums_ptr, found_ptr, goals_ptr, setting, row, parts, False,
             PASSES, 2, WEIGHTED, DIGIT, PARTS,
         )  # fmt: skip
-        threshold = (found - 0x80000000).to(tl.int32)
+        threshold = (bits - 0x80000000).to(tl.int32)
         _mask_below(logits_ptr, row_stride, vocab, row, part, threshold, BLOCK)
 
 
@@ -318,7 +318,7 @@ def _put_kernel(
     logits_ptr, row_stride, vocab, places_ptr, values_ptr, count, TAKE: tl.constexpr,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add or set values; with TAKE, read what the logits are instead."""
+    """Add or set values; with TAKE, read the logits instead."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places_ptr + index, index < count, other=0)
     pointers = logits_ptr + place // vocab * row_stride + place % vocab
@@ -449,9 +449,9 @@ def _keep_largest(logits: torch.Tensor, settings: torch.Tensor, kind: dict[str, 
     assert parts == best.shape[1]
     shape = _PASSES, rows, parts, 1 << select["DIGIT"]
     sums = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    found = torch.empty((_PASSES, rows), dtype=torch.int64, device=logits.device)
+    bits = torch.empty((_PASSES, rows), dtype=torch.int64, device=logits.device)
     goals = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    arguments = logits, logits.stride(0), vocab, best, settings, sums, found, goals
+    arguments = logits, logits.stride(0), vocab, best, settings, sums, bits, goals
     constants = select | joined | kind
     for step in range(_PASSES):
         _select_kernel[(rows, parts)](
@@ -487,7 +487,7 @@ def put(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor, *, add
 
 
 def put_only(logits: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-    """Set the logits of some rows to -inf, in place, but for those of some places.
+    """Set the logits of some rows to -inf, in place, but for some places.
 
     Args:
         places: as for `put`.
@@ -496,15 +496,15 @@ def put_only(logits: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> 
     if not len(rows):
         return
     places = places.contiguous()
-    kept = torch.empty(len(places), dtype=torch.float32, device=logits.device)
-    _put(logits, places, kept, _TAKE)
+    logits_at_places = torch.empty(len(places), dtype=torch.float32, device=logits.device)
+    _put(logits, places, logits_at_places, _TAKE)
     constants, num_warps = _READ
     parts, _ = _parts(logits, constants["BLOCK"])
     _fill_kernel[(len(rows), parts)](
         logits, logits.stride(0), logits.shape[1], rows.contiguous(), **constants,
         num_warps=num_warps,
     )  # fmt: skip
-    _put(logits, places, kept, _SET)
+    _put(logits, places, logits_at_places, _SET)
 
 
 def _put(
@@ -534,7 +534,7 @@ def divide(logits: torch.Tensor, divisors: torch.Tensor) -> None:
 
 
 def _variants() -> Iterator[Variant]:
-    """Yield what is compiled for the vocabularies of Llama 3 and Qwen."""
+    """Yield the variants for the vocabularies of Llama 3 and Qwen."""
     rows = {"logits_ptr": "*fp32", "row_stride": "i64:16", "vocab": "i32:16"}
     best = {"best_ptr": "*i64"}
     join = {"parts": "i32", "tokens_ptr": "*i64"}

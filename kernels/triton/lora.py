@@ -131,7 +131,7 @@ def add_lora(
     adapters: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
-    """Add what low-rank adapters change to y, in place; see `Ops.add_lora`."""
+    """Add the products of low-rank adapters to y, in place; see `Ops.add_lora`."""
     (rows, columns), (count, rank, depth) = y.shape, a.shape
     if not (y.numel() and a.numel()):
         return

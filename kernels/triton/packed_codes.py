@@ -195,12 +195,12 @@ def _runs(parts: Sequence[Codes]) -> list[list[Codes]]:
     return runs
 
 
-def _are_alike(one: Codes, other: Codes) -> bool:
-    if one.values is None or other.values is None:
-        same_values = one.values is other.values
+def _are_alike(first: Codes, other: Codes) -> bool:
+    if first.values is None or other.values is None:
+        same_values = first.values is other.values
     else:
-        same_values = torch.equal(one.values, other.values)
-    return same_values and _stored(one) == _stored(other)
+        same_values = torch.equal(first.values, other.values)
+    return same_values and _stored(first) == _stored(other)
 
 
 def _stored(part: Codes) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""The contract: what a plugin author imports, and nothing else.
+"""The contract: the names that a plugin author imports.
 
 Besides these names, some modules are public: `commands` (of the command line), `quantization`,
 `executor` and `parallel`, and more for single kinds, which `scripts/reference` lists. They only

@@ -1,4 +1,4 @@
-"""The memory of a rank's KV cache: of blocks with keys and values, and of those with states."""
+"""Sizes and layout of a rank's KV cache: blocks of keys and values, and blocks of states."""
 
 from .kv_cache.memory import CacheMemory as CacheMemory
 from .kv_cache.memory import block_needs as block_needs

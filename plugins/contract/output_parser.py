@@ -1,4 +1,4 @@
-"""Output parsers: find reasoning, content and tool calls in what a model writes."""
+"""Output parsers: find reasoning, content and tool calls in the text of a model."""
 
 from .text.output_parser import (
     ContentText,

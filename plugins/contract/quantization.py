@@ -1,4 +1,4 @@
-"""Quantisation schemes, and the weights that checkpoints store for them."""
+"""Quantization schemes, and the weights that checkpoints store for them."""
 
 from .model.matrices import (
     AffineCodes,

@@ -1,4 +1,4 @@
-"""Structured output: what the text of an answer must be."""
+"""Structured output: constraints on the text of a completion."""
 
 from .requests.structured import (
     AnyTextFormat,

@@ -1,4 +1,4 @@
-"""The half of a step part in a worker, and what it gets of the worker's model and KV cache."""
+"""Worker hooks of step parts, and their access to the worker's model and KV cache."""
 
 from .model.forward import Forward as Forward
 from .model.forward import ForwardStep as ForwardStep

@@ -13,8 +13,8 @@ from hardpoint.testing.suite import Rule, short_repr
 __all__ = ["ADAPTERS", "AdaptedModel"]
 
 ADAPTERS = Rule(
-    "adapters: what hooks.linear adds to products changes the model as other weights do",
-    "list in context.hooks.matrices what forward multiplies, and call hooks.linear with these "
+    "adapters: the sums of hooks.linear change the model like changed weights",
+    "list the matrices of forward in context.hooks.matrices, and call hooks.linear with these "
     "names, x and the product, before anything is made of the product; Linear of "
     "hardpoint.toolkit.layers does both",
 )
@@ -34,7 +34,7 @@ class AdaptedModel:
         """Draw the changes.
 
         Args:
-            weights: those that it was loaded with.
+            weights: loaded weights.
 
         Raises:
             Violation: a matrix is none of the weights, or of another shape.
@@ -55,10 +55,10 @@ class AdaptedModel:
     def _check(self, name: str, matrix: LinearMatrix) -> None:
         stored = self._weights.get(f"{matrix.stored_as}.weight")
         if stored is None or tuple(stored.shape) != tuple(matrix.shape):
-            found = "no such weight" if stored is None else str(list(stored.shape))
+            declared_shape = "no such weight" if stored is None else str(list(stored.shape))
             raise ADAPTERS.violation(
                 f"hooks.matrices[{name!r}] is {matrix.stored_as + '.weight'!r} "
-                f"{list(matrix.shape)}, and weight_shapes has {found}"
+                f"{list(matrix.shape)}, and weight_shapes has {declared_shape}"
             )
 
     def merged(self) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ class AdaptedModel:
         """Return a product with the changes of its matrices, as `LayerHooks.linear`.
 
         Raises:
-            Violation: the arguments are no product of matrices that the model names.
+            Violation: the arguments are not a product of matrices that the model names.
         """
         total = sum(count for _, count in parts)
         if y.shape != (len(x), total):

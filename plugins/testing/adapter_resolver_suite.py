@@ -39,20 +39,20 @@ LATER = Rule(
     "do not remember names that were not found",
 )
 INSIDE = Rule(
-    "inside: whatever the name, what is found is inside of what the operator offers",
+    "inside: for any name, the resolved path is inside of the offered folder",
     "look the name up in a list, or allow letters, digits and hyphens alone, resolve links, and "
     "compare with the resolved folder",
 )
 NAMES = Rule(
-    "names: any text is a name; one that is not known gives None or a RequestError",
+    "names: any text is a name; an unknown one gives None or a RequestError",
     "refuse the name before you use it as a part of a path",
 )
 TIME = Rule(
     "time: a resolver answers soon; a request waits for it",
-    "do not download anything, nor wait for a server; load what takes long in the constructor",
+    "do not download anything, nor wait for a server; do slow work in the constructor",
 )
 THREADS = Rule(
-    "threads: calls in several threads at once give what each alone gives",
+    "threads: concurrent calls return the same as single calls",
     "keep no state between calls, or guard it with a lock",
 )
 READS_ONLY = Rule(
@@ -96,7 +96,7 @@ class AdapterResolverSuite(TimedSuite):
     """
 
     kind = "adapter_resolvers"
-    options_from = "what the suite's `provide` returns"
+    options_from = "the result of the suite's `provide`"
     resolver: ClassVar[type[AdapterResolver]]
     known: ClassVar[Sequence[str]] = ()
     max_seconds: ClassVar[float] = 1.0
@@ -147,9 +147,9 @@ class AdapterResolverSuite(TimedSuite):
     def _resolved(self, resolver: AdapterResolver, name: str) -> Path | None:
         began = time.monotonic()
         try:
-            found = self._timed(resolver.resolve, name)
+            folder = self._timed(resolver.resolve, name)
         except RequestError:
-            found = None
+            folder = None
         except Violation:
             raise
         except Exception as cause:
@@ -161,7 +161,7 @@ class AdapterResolverSuite(TimedSuite):
                 f"resolve({short_repr(name)}) took {seconds:.2g} s, `max_seconds` is "
                 f"{self.max_seconds:g}"
             )
-        checked = declared_result(RESULT, AdapterResolver, "resolve", found, (name,))
+        checked = declared_result(RESULT, AdapterResolver, "resolve", folder, (name,))
         return Path(checked.path) if isinstance(checked, LoRARequest) else checked
 
     @checks(KNOWN)
@@ -170,20 +170,22 @@ class AdapterResolverSuite(TimedSuite):
         for _ in range(2):
             with self._provided() as (_, resolver):
                 if not self.known:
-                    raise KNOWN.violation("`known` has no name", "set `known`, and offer those")
+                    raise KNOWN.violation(
+                        "`known` has no name", "set `known`, and offer these adapters"
+                    )
                 for name in (*self.known, "absent", *self.known):
-                    found = self._resolved(resolver, name)
-                    if name != "absent" and (found is None or not (found / _CONFIG).is_file()):
+                    folder = self._resolved(resolver, name)
+                    if name != "absent" and (folder is None or not (folder / _CONFIG).is_file()):
                         raise KNOWN.violation(
-                            f"resolve({name!r}) found {found and str(found)!r}, expected a folder "
-                            f"with {_CONFIG}"
+                            f"resolve({name!r}) found {folder and str(folder)!r}, expected a "
+                            f"folder with {_CONFIG}"
                         )
                 resolver.close()
 
     @checks(LATER)
     def test_later(self) -> None:
-        """A resolver that finds adapters which appear after its start finds those, too, that it was
-        asked for before.
+        """A resolver that finds new adapters after its start also finds an adapter that it was
+        asked for before the adapter existed.
         """
         is_static = True
         for name in self.known:
@@ -202,19 +204,19 @@ class AdapterResolverSuite(TimedSuite):
         """
         home.rename(away)
         try:
-            asked, other = (self._build(AdapterResolverContext, model="scripted") for _ in "ab")
+            early, other = (self._build(AdapterResolverContext, model="scripted") for _ in "ab")
         except (ConfigError, Violation):
             return False
-        before = self._resolved(asked, name)
+        before = self._resolved(early, name)
         away.rename(home)
-        expected, found = self._resolved(other, name), self._resolved(asked, name)
-        asked.close()
+        expected, result = self._resolved(other, name), self._resolved(early, name)
+        early.close()
         other.close()
         if before is not None or expected is None:
             return False
-        if found != expected:
+        if result != expected:
             raise LATER.violation(
-                f"resolve({name!r}) found {found and str(found)!r} for an adapter that appeared "
+                f"resolve({name!r}) found {result and str(result)!r} for an adapter that appeared "
                 f"after it was asked for, expected {str(expected)!r}, as in an instance that "
                 f"was not asked before"
             )
@@ -234,10 +236,10 @@ class AdapterResolverSuite(TimedSuite):
             wrapped = [f"{name}/../../outside" for name in self.known]
             names = [*_STRANGE, str(outside), outside.as_uri(), "planted", *wrapped]
             for name in filter(None, names):
-                found = self._resolved(resolver, name)
-                if found is not None and not found.resolve().is_relative_to(folder):
+                location = self._resolved(resolver, name)
+                if location is not None and not location.resolve().is_relative_to(folder):
                     raise INSIDE.violation(
-                        f"resolve({short_repr(name)}) found {str(found)!r}, which is outside of "
+                        f"resolve({short_repr(name)}) found {str(location)!r}, which is outside of "
                         f"what was offered"
                     )
             resolver.close()
@@ -251,16 +253,16 @@ class AdapterResolverSuite(TimedSuite):
             around = ("{}/", "/{}", "./{}", "{}/.", "{}\0", " {}", "{}\n", "{}/" + _CONFIG)
             changed = [form.format(name) for form in around for name in self.known]
             for name in filter(None, (*_STRANGE, *changed)):
-                found = self._resolved(resolver, name)
-                if found is not None and not (found / _CONFIG).is_file():
+                folder = self._resolved(resolver, name)
+                if folder is not None and not (folder / _CONFIG).is_file():
                     raise NAMES.violation(
-                        f"resolve({short_repr(name)}) found {str(found)!r}, which is no adapter"
+                        f"resolve({short_repr(name)}) found {str(folder)!r}, which is no adapter"
                     )
             resolver.close()
 
     @checks(THREADS)
     def test_threads(self) -> None:
-        """Calls of several threads at once give what they give one after the other."""
+        """Concurrent calls return the same as calls in sequence."""
         with self._provided() as (_, resolver):
             names = (*self.known, "absent", "..")
             alone = [self._resolved(resolver, name) for name in names]
@@ -269,9 +271,9 @@ class AdapterResolverSuite(TimedSuite):
                 for _ in range(_THREADS)
             ]
             for future in running:
-                if (found := future.result(60)) != alone * 20:
+                if (results := future.result(60)) != alone * 20:
                     raise THREADS.violation(
-                        f"in {_THREADS} threads at once, it found {short_repr(found)}, alone "
+                        f"in {_THREADS} threads at once, it found {short_repr(results)}, alone "
                         f"{short_repr(alone)}"
                     )
             resolver.close()

@@ -30,7 +30,7 @@ SAME = Rule(
 )
 REFUSED = Rule(
     "refused: an object that nearly has a form is refused by a PluginContractError",
-    "let matches return True for it, and raise with what it lacks in adapt",
+    "let matches return True for it, and name the missing member in adapt's error",
 )
 STAND_INS = Rule(
     "stand-ins: sys.modules is as before when their context ends, also by an exception",
@@ -152,9 +152,9 @@ class ComponentAdapterSuite(ComponentSuite):
         Raises:
             PluginContractError: the loader rejects it.
         """
-        own = Source.of_module(self._name(), self._name(), "a test")
+        test_source = Source.of_module(self._name(), self._name(), "a test")
         source = Source.of_module("adapted", "elsewhere:adapted", "a test")
-        adapters = ComponentAdapters(lambda: [(own, self.adapter)])
+        adapters = ComponentAdapters(lambda: [(test_source, self.adapter)])
         component: type[Component] = adapters.adapt(target, source)
         for kind in adapters.kinds_of(component, source):
             check_component(component, kind, source)

@@ -39,13 +39,12 @@ from .threads import until
 
 ClassT = TypeVar("ClassT")
 
-OPTIONS = Rule("options: those of the suite are valid", "set them as an operator would")
+OPTIONS = Rule("options: the options of the suite are valid", "set them as an operator would")
 
 
 LIVE = Rule(
     "live changes: a second instance begins and ends next to the first, which goes on",
-    "keep what it knows in the instance, and end in close() the threads that it has begun; or say "
-    "`changes_live = False`",
+    "keep state in the instance, and end its threads in close(); or set `changes_live = False`",
 )
 
 _THREADS_END_S = 1.0
@@ -64,13 +63,13 @@ def first_device(cls: Any, name: str | None) -> torch.device:
 
 
 def class_under_test(suite: object, attribute: str, interface: type[ClassT]) -> type[ClassT]:
-    """Return the class that a suite's attribute names; fail the test if it is no class."""
-    found = getattr(suite, attribute, None)
-    if inspect.isclass(found) and issubclass(found, interface):
-        return found
+    """Return the class that a suite's attribute names; fail the test if it is not a class."""
+    target = getattr(suite, attribute, None)
+    if inspect.isclass(target) and issubclass(target, interface):
+        return target
     pytest.fail(
         f"{type(suite).__qualname__}.{attribute}: expected the class under test, which derives "
-        f"from {interface.__name__}, got {short_repr(found)}",
+        f"from {interface.__name__}, got {short_repr(target)}",
         pytrace=False,
     )
 
@@ -81,7 +80,8 @@ class ComponentSuite(ConformanceSuite):
     Attributes:
         kind: the plugin kind.
         arguments: for kinds that take them: a strategy for arguments of requests, as instances or
-            plain data; None draws none. Those that `prepare` refuses by a ValueError are left out.
+            plain data; None draws none. Arguments that `prepare` rejects by a ValueError are left
+            out.
         options_from: where an author sets options, for messages.
     """
 
@@ -112,14 +112,14 @@ class ComponentSuite(ConformanceSuite):
         return self.name or plugin_name(self._component())
 
     def _checked_options(self, more: Mapping[str, Any] | None = None) -> Any:
-        path, given = f"plugin.{self._name()}", {**self.options, **(more or {})}
-        return typed.convert(given, self._component().Options, path=path, str_keys=True)
+        path, values = f"plugin.{self._name()}", {**self.options, **(more or {})}
+        return typed.convert(values, self._component().Options, path=path, str_keys=True)
 
     def _build(self, context_type: type[Context[Any]], **fields: Any) -> Any:
         """Return a new instance.
 
         Args:
-            fields: fields of the context; `options` are those of `_checked_options` if not given.
+            fields: fields of the context; `options` default to `_checked_options`.
 
         Raises:
             Violation: it cannot be built.
@@ -149,28 +149,28 @@ class ComponentSuite(ConformanceSuite):
         self._make().close()
 
     def _drawn_arguments(self, vocab_size: int) -> st.SearchStrategy[Any]:
-        given: st.SearchStrategy[Any] = st.just({})
+        strategy: st.SearchStrategy[Any] = st.just({})
         if self.arguments is not None:
             is_named = getattr(self._component(), "named_only", False)
-            given = self.arguments if is_named else given | self.arguments
-        return given.map(lambda drawn: self._prepared(drawn, vocab_size))
+            strategy = self.arguments if is_named else strategy | self.arguments
+        return strategy.map(lambda drawn: self._prepared(drawn, vocab_size))
 
-    def _prepared(self, given: Any, vocab_size: int) -> Any:
-        """Return the arguments that the component gets for what a request gives.
+    def _prepared(self, values: Any, vocab_size: int) -> Any:
+        """Return the prepared arguments of a component for the arguments of a request.
 
         Raises:
             Violation: they do not fit its Arguments, or its `prepare` fails.
         """
         name, options = self._name(), self._checked_options()
         try:
-            return prepare_request_arguments(self._component(), name, options, given, vocab_size)
+            return prepare_request_arguments(self._component(), name, options, values, vocab_size)
         except RequestError as error:
             assume(not isinstance(error.__cause__, ValueError))
             raise Violation(
-                f"{short_repr(given)} is refused: {error}",
-                "let the strategy `arguments` draw only what Arguments accepts, and let prepare "
-                "refuse a request by a ValueError and return an instance of Prepared if there is "
-                "one",
+                f"{short_repr(values)} is refused: {error}",
+                "let the strategy `arguments` draw only values that Arguments accepts, and let "
+                "prepare refuse a request by a ValueError and return an instance of Prepared if "
+                "there is one",
             ) from None
 
     def _check_contract(self) -> None:
@@ -178,7 +178,7 @@ class ComponentSuite(ConformanceSuite):
         try:
             check_plugin_class(cls, self.kind, self._name())
         except PluginContractError as error:
-            raise Violation(str(error), "add what the message names") from None
+            raise Violation(str(error), "add the members in the message") from None
         options = self._checked_options()
         try:
             unpickled = pickle.loads(pickle.dumps(options))
@@ -213,7 +213,7 @@ class GeneralComponentSuite(GeneralSuite, ComponentSuite):
 
 
 class LiveComponentSuite(ComponentSuite):
-    """Base class of the suites of kinds whose components change while an engine runs."""
+    """Base class of the suites of kinds with hot reconfiguration."""
 
     @checks(LIVE)
     def test_live_change(self) -> None:
@@ -222,7 +222,7 @@ class LiveComponentSuite(ComponentSuite):
         """
         cls = self._component()
         if not getattr(cls, "changes_live", True):
-            pytest.skip("the class does not say `changes_live = True`: it changes with a restart")
+            pytest.skip("the class does not set `changes_live = True`: it changes with a restart")
         check_live_change(cls, self._make)
 
 
@@ -231,7 +231,7 @@ def check_live_change(cls: type, make: Callable[[], Any]) -> None:
 
     Args:
         cls: class of the component.
-        make: returns a new instance, or what has and closes it.
+        make: returns a new instance, or a context that has and closes it.
 
     Raises:
         Violation: the instances share something.
@@ -250,17 +250,19 @@ def check_live_change(cls: type, make: Callable[[], Any]) -> None:
     first.close()
 
     def left() -> list[str]:
-        return [one.name for one in set(threading.enumerate()) - at_start if one.is_alive()]
+        return [
+            thread.name for thread in set(threading.enumerate()) - at_start if thread.is_alive()
+        ]
 
     if not until(lambda: not left(), _THREADS_END_S):
         raise LIVE.violation(f"the thread {left()[0]!r} runs on after close()")
 
 
 def check_state(component: Component) -> None:
-    """Check what `dump_state` returns.
+    """Check the result of `dump_state`.
 
     Raises:
-        Violation: it is no plain data, or too much.
+        Violation: it is not plain data, or too much.
     """
     state = component.dump_state()
     try:
@@ -275,11 +277,11 @@ def check_state(component: Component) -> None:
 
 
 def _held(cls: type) -> dict[str, str]:
-    own = [one for one in cls.__mro__ if not one.__module__.startswith(_CONTRACT)]
+    classes = [base for base in cls.__mro__ if not base.__module__.startswith(_CONTRACT)]
     spaces: dict[str, Mapping[str, Any]] = {
-        f"{one.__module__}.{one.__qualname__}": vars(one) for one in own
+        f"{base.__module__}.{base.__qualname__}": vars(base) for base in classes
     }
-    spaces |= {name: vars(sys.modules[name]) for name in {one.__module__ for one in own}}
+    spaces |= {name: vars(sys.modules[name]) for name in {base.__module__ for base in classes}}
     return {
         f"{space}.{name}": _described(value)
         for space, values in spaces.items()

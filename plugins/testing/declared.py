@@ -15,20 +15,20 @@ def declared_result(
     interface: type[Component],
     method: str,
     result: Any,
-    given: Sequence[Any],
+    args: Sequence[Any],
     fix: str | None = None,
 ) -> Any:
     """Return the value that the engine uses of a method's result; None if it uses nothing of it.
 
     Raises:
-        Violation: violation of the rule, since it is not what the interface declares of the method.
+        Violation: violation of the rule, because the interface declares another result.
     """
     behaviour = behaviour_of(interface, method)
     if behaviour is None or behaviour.returned is None:
         return None
-    call = f"{method}({', '.join(map(short_repr, given))})"
+    call = f"{method}({', '.join(map(short_repr, args))})"
     try:
-        return behaviour.returned.check(result, given, given)
+        return behaviour.returned.check(result, args, args)
     except UnusableError as error:
         cause = error.__cause__
         detail = "" if cause is None else f": {type(cause).__name__}: {cause}"

@@ -123,8 +123,8 @@ def with_creator(context: Any, kind: str) -> Any:
             table, _, key = path.partition(".")
             tree = {table: {key: use if KINDS[kind].number is Number.ONE else [use]}}
         plugins = _resolved(msgspec.json.encode(tree))
-        own, given = ({f.name for f in dataclasses.fields(c)} for c in (Context, context))
-        fields = {name: getattr(context, name) for name in given - own}
+        expected, available = ({f.name for f in dataclasses.fields(c)} for c in (Context, context))
+        fields = {name: getattr(context, name) for name in available - expected}
         if kind in BACKEND_KINDS:
             built: Component = plugins.create_for_device(kind, type(context), **fields)
             return built
@@ -174,15 +174,15 @@ def load_policy(name: str) -> SchedulingPolicy:
 
 
 def prepare_request_arguments(
-    cls: type[ComponentWithArguments], name: str, options: Any, given: Any, vocab_size: int
+    cls: type[ComponentWithArguments], name: str, options: Any, values: Any, vocab_size: int
 ) -> Any:
-    """Return the arguments that a component gets for what a request gives.
+    """Return the prepared arguments of a component for the arguments of a request.
 
     Raises:
         RequestError: they do not fit; its cause is a ValueError if `prepare` refuses the request.
     """
     source, path = _source(cls, name), f"plugin_args.{name}"
-    arguments = convert_arguments(source, cls.Arguments, given, path)
+    arguments = convert_arguments(source, cls.Arguments, values, path)
     if not prepares(cls):
         return arguments
     context = PrepareContext(
@@ -221,7 +221,7 @@ def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = 
 
 
 def load_quantization(name: str, dtype: torch.dtype, config: Mapping[str, Any]) -> Quantization:
-    """Return the installed quantisation scheme of a name.
+    """Return the installed quantization scheme of a name.
 
     Args:
         name: name of the scheme.
@@ -324,7 +324,7 @@ def create_batch(max_rows: int, max_tokens: int) -> InputBatch:
 
 
 class ProcessorFailedError(Exception):
-    """A logits processor raised for its rows as a whole; `__cause__` is what it raised."""
+    """A logits processor raised for all its rows; `__cause__` is its exception."""
 
 
 class _WatchedState(dict[str, Any]):
@@ -606,7 +606,7 @@ def provided_components(target: Any, name: str) -> dict[str, str]:
 
 
 def default_config(tables: Mapping[str, type[typed.Strict]], **fields: Any) -> EngineConfig:
-    """Return a configuration with tables in addition to those of the plugins enabled by default.
+    """Return a configuration with some tables and the tables of plugins enabled by default.
 
     Args:
         tables: by name.
@@ -619,7 +619,9 @@ def default_config(tables: Mapping[str, type[typed.Strict]], **fields: Any) -> E
 def builtin_commands() -> dict[str, Command]:
     """Return the built-in commands by name."""
     hooks = resolve_plugins(EngineConfig()).hooks()
-    return {command.name: command for found in hooks.call("cli_commands") for command in found}
+    return {
+        command.name: command for commands in hooks.call("cli_commands") for command in commands
+    }
 
 
 def command_context(generator: Generator, **tables: type[typed.Strict]) -> CommandContext:

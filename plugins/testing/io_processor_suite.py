@@ -40,27 +40,27 @@ REFUSED = Rule(
     "declare a class Request of the input, or check each value before you use it",
 )
 NAMED = Rule(
-    "named: the message of a RequestError begins with the path of what is wrong",
-    "begin it with `data`, and what is wrong inside: `data.rows[3]: expected 4 numbers, got 2`",
+    "named: the message of a RequestError begins with the path of the wrong value",
+    "begin it with `data`, and the path inside it: `data.rows[3]: expected 4 numbers, got 2`",
 )
 PROMPTS = Rule(
     "prompts: pre_process gives pairs of a prompt that the model can read, and its parameters",
-    "cut what is too long, or refuse it by a RequestError; take token ids of the vocabulary alone",
+    "truncate long input, or reject it by a RequestError; take token ids of the vocabulary alone",
 )
 OVERLAPPING = Rule(
     "overlapping: a call has the same answer while others are under way, and after them",
-    "keep all that belongs to a call in what parse_request returns",
+    "keep all state of a call in the result of parse_request",
 )
 READS_ONLY = Rule(
     "reads only: inputs and outputs of the model belong to others, too",
-    "copy what you want to change",
+    "copy a value before you change it",
 )
 EFFECT = Rule(
-    "effect: an answer depends on what the model makes of the prompts",
-    "use the outputs that post_process gets; give `samples` whose answers differ with them",
+    "effect: an answer depends on the model's outputs",
+    "use the outputs in post_process; give `samples` with answers that differ with them",
 )
 RESPONSE = Rule(
-    "response: output_to_response gives what JSON has",
+    "response: the result of output_to_response is valid JSON",
     "return lists, tables with texts as keys, texts, finite numbers, structs or arrays",
 )
 
@@ -168,7 +168,7 @@ class IOProcessorSuite(TimedSuite):
 
     @checks(REFUSED)
     def test_refused(self) -> None:
-        """Wrong inputs are refused by a RequestError that names what is wrong; nothing else."""
+        """Wrong inputs are rejected by a RequestError with a reason; nothing else is raised."""
         processor = self._make()
         for data in self.refused:
             if self._refusal(processor, data) is None:
@@ -211,8 +211,8 @@ class IOProcessorSuite(TimedSuite):
         begun = [self._begun(processor, self.samples[index]) for index in order]
         for position in (*range(0, len(order), 2), *range(1, len(order), 2)):
             index, (request, prompts) = order[position], begun[position]
-            found = self._finished(processor, request, prompts)
-            if found != alone[index]:
+            answer = self._finished(processor, request, prompts)
+            if answer != alone[index]:
                 raise OVERLAPPING.violation(
                     f"with {len(order)} calls under way, {short_repr(self.samples[index])} has "
                     f"another answer than alone"
@@ -239,7 +239,7 @@ class IOProcessorSuite(TimedSuite):
             self._variant = 0
         raise EFFECT.violation(
             f"{NOTHING_DRAWN}: {len(self.samples)} samples have the same answers with {_VARIANTS} "
-            f"models, expected one whose answers differ"
+            f"models, expected different answers"
         )
 
     @checks(RESPONSE)
@@ -271,8 +271,8 @@ class IOProcessorSuite(TimedSuite):
         with self._unchanged(READS_ONLY, "parse_request() or pre_process()", the_input=data):
             request = self._timed(processor.parse_request, data)
             prompts = self._timed(processor.pre_process, request)
-        found = declared_result(PROMPTS, IOProcessor, "pre_process", prompts, (request,))
-        return request, found
+        checked = declared_result(PROMPTS, IOProcessor, "pre_process", prompts, (request,))
+        return request, checked
 
     def _finished(self, processor: IOProcessor, request: Any, prompts: list[Any]) -> Any:
         outputs = self._outputs(prompts)

@@ -55,9 +55,9 @@ _SAMPLES = 3  # of reference work after a round
 
 
 def _add_up() -> None:
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for number in range(4000):
-        found[number & 63] = found.get(number & 63, 0) + number
+        counts[number & 63] = counts.get(number & 63, 0) + number
 
 
 def _sort() -> None:
@@ -78,10 +78,10 @@ class Reference:
 
 
 PYTHON = Reference(_add_up, 0.00025)
-"""For what is mostly Python."""
+"""For calls of mostly Python."""
 
 TENSORS = Reference(_sort, 0.004)
-"""For what is mostly operations on tensors, whose threads may get into each other's way."""
+"""For calls of mostly tensor operations; their threads may compete."""
 
 
 def cpu_seconds() -> float:

@@ -38,7 +38,7 @@ _SEEDS = st.integers(0, 9) | st.integers(-(2**63), 2**63 - 1)
 
 RESULT = Rule(
     "result: token ids of the vocabulary, int64 [rows], on the logits' device",
-    "return what argmax(-1) over the vocabulary returns, one id per row",
+    "return argmax(-1) over the vocabulary, one id per row",
 )
 ROWS = Rule(
     "rows: a row's token depends only on its logits, seed and position",
@@ -59,7 +59,7 @@ FREQUENCIES = Rule(
 
 STATES = Rule(
     "states: states belong to one request, and a fork shares nothing with its original",
-    "keep what start returns in the state alone, and nothing in the sampler; let fork copy "
+    "keep the result of start in the state alone, and nothing in the sampler; let fork copy "
     "everything that advance changes (the default is copy.deepcopy)",
 )
 
@@ -159,9 +159,9 @@ class SamplerSuite(GeneralComponentSuite):
 
         def check(batch: Sequence[Row]) -> None:
             logits, tokens = self._batch(batch)
-            for row, (given, token) in enumerate(zip(batch, tokens, strict=True)):
+            for row, (row_case, token) in enumerate(zip(batch, tokens, strict=True)):
                 best = int(logits[row].argmax())
-                if given.greedy and token != best:
+                if row_case.greedy and token != best:
                     raise Violation(
                         f"greedy row {row} got token {token} with logit {logits[row, token]:.4g}, "
                         f"the likeliest is token {best} with {logits[row, best]:.4g}",
@@ -174,7 +174,7 @@ class SamplerSuite(GeneralComponentSuite):
         )
 
     def test_masked(self) -> None:
-        """A token whose logit is -inf is never chosen."""
+        """A token with a logit of -inf is never chosen."""
 
         def check(content: int) -> None:
             batch = [
@@ -187,7 +187,7 @@ class SamplerSuite(GeneralComponentSuite):
                 if logits[row, token] == -math.inf:
                     left = int((logits[row] > -math.inf).sum())
                     raise Violation(
-                        f"row {row} got token {token}, whose logit is -inf; {left} of "
+                        f"row {row} got token {token} with logit -inf; {left} of "
                         f"{self.vocab_size} tokens are left in it",
                         "give probability 0 to the tokens at -inf: processors have forbidden them",
                     )
@@ -223,11 +223,11 @@ class SamplerSuite(GeneralComponentSuite):
         def check(batch: Sequence[Row]) -> None:
             sampler = self._make()
             _, tokens = self._batch(batch, sampler)
-            for what, again in (("called again", sampler), ("a new instance", self._make())):
+            for label, again in (("called again", sampler), ("a new instance", self._make())):
                 _, repeated = self._batch(batch, again)
                 if repeated != tokens:
                     raise SEEDS.violation(
-                        f"for the same logits, seeds and positions it chose {tokens}, {what} "
+                        f"for the same logits, seeds and positions it chose {tokens}, {label} "
                         f"{repeated}"
                     )
 
@@ -243,20 +243,20 @@ class SamplerSuite(GeneralComponentSuite):
 
     @checks(SEEDS)
     def test_independence(self) -> None:
-        """Pairs of draws of neighbouring seeds and positions are independent, so seed + 1 does not
-        repeat what the seed drew a token later.
+        """Pairs of draws of neighboring seeds and positions are independent, so seed + 1 does not
+        repeat the draws of seed one token later.
         """
         if self._has_states:
-            pytest.skip("it has start: what it draws at other positions depends on its states")
+            pytest.skip("it has start: its draws at other positions depend on its states")
         side = 64
         logits = torch.full((self.vocab_size,), -math.inf)
         logits[:4] = 0.0
         share = self.probabilities(logits.double())[:4]
         grid = [(seed, position) for seed in range(side) for position in range(side)]
         rows = self._draws([seed for seed, _ in grid], [position for _, position in grid])
-        given = logits.to(self.device).repeat(len(grid), 1)
-        table = torch.tensor(self._sample(self._make(), given, rows)).view(side, side)
-        for first, second, what in (
+        repeated = logits.to(self.device).repeat(len(grid), 1)
+        table = torch.tensor(self._sample(self._make(), repeated, rows)).view(side, side)
+        for first, second, label in (
             (table[:-1, 1:], table[1:, :-1], "seed s at p + 1 and seed s + 1 at p"),
             (table[:, :-1], table[:, 1:], "seed s at positions p and p + 1"),
             (table[:-1], table[1:], "seeds s and s + 1 at position p"),
@@ -267,8 +267,9 @@ class SamplerSuite(GeneralComponentSuite):
             if (excess := _chi_square(pairs, expected)) is not None:
                 equal = float((first == second).double().mean())
                 raise SEEDS.violation(
-                    f"among four equally likely tokens, {what} drew the same one in {equal:.0%} of "
-                    f"{int(pairs.sum())} cases, {float((share**2).sum()):.0%} expected ({excess})"
+                    f"among four equally likely tokens, {label} drew the same one in {equal:.0%} "
+                    f"of {int(pairs.sum())} cases, expected {float((share**2).sum()):.0%} "
+                    f"({excess})"
                 )
 
     def test_states(self) -> None:
@@ -449,15 +450,16 @@ class SamplerSuite(GeneralComponentSuite):
             states = self._states(self._make(), list(batch) or fresh)
         greedy = [row.greedy for row in batch] or [False] * len(seeds)
         defaults = self._prepared({}, self.vocab_size)
-        given = [row.arguments for row in batch] or [None] * len(seeds)
+        arguments = [row.arguments for row in batch] or [None] * len(seeds)
         return SamplingRows(
-            greedy=torch.tensor(greedy, device=self.device),
-            all_greedy=all(greedy),
-            any_greedy=any(greedy),
-            seeds=torch.tensor(seeds, device=self.device),
-            positions=torch.tensor(positions, device=self.device),
-            given=[defaults if own is None else own for own in given],
-            request_states=states or (),
+            torch.tensor(greedy, device=self.device),
+            all(greedy),
+            any(greedy),
+            torch.tensor(seeds, device=self.device),
+            torch.tensor(positions, device=self.device),
+            [defaults if row_arguments is None else row_arguments for row_arguments in arguments],
+            {},
+            states or (),
         )
 
     def _batch(
@@ -491,14 +493,14 @@ class SamplerSuite(GeneralComponentSuite):
         if self.probabilities(logits[0].double().cpu()).max() > 0.5:
             return
         same, other = [3] * 64, list(range(64))
-        for what, seeds, positions in (
+        for label, seeds, positions in (
             ("64 seeds at one position", other, same),
             ("one seed at 64 positions", same, other),
         )[: 1 if self._has_states else 2]:
             tokens = set(self._sample(self._make(), logits, self._draws(seeds, positions)))
             if len(tokens) == 1:
                 raise SEEDS.violation(
-                    f"from {self.vocab_size} equally likely tokens, {what} all drew token "
+                    f"from {self.vocab_size} equally likely tokens, {label} all drew token "
                     f"{tokens.pop()}"
                 )
 
@@ -514,19 +516,19 @@ class SamplerSuite(GeneralComponentSuite):
             for varied in ("seeds",) if self._has_states else ("seeds", "positions"):
                 yield functools.partial(self._check_frequencies, varied, logits, draws)
 
-    def _check_frequencies(self, what: str, logits: torch.Tensor, draws: int) -> None:
+    def _check_frequencies(self, varied: str, logits: torch.Tensor, draws: int) -> None:
         sampler, vocab_size = self._make(len(logits)), len(logits)
         counts = torch.zeros(vocab_size, dtype=torch.float64)
         for start in range(0, draws, 512):
             numbers, same = list(range(start, start + 512)), [11] * 512
-            rows = self._draws(*((numbers, same) if what == "seeds" else (same, numbers)))
+            rows = self._draws(*((numbers, same) if varied == "seeds" else (same, numbers)))
             tokens = self._sample(sampler, logits.to(self.device).repeat(512, 1), rows)
             counts += torch.bincount(torch.tensor(tokens), minlength=vocab_size)
         expected = self.probabilities(logits.double()) * draws
         if (excess := _chi_square(counts, expected)) is not None:
             worst = int((counts - expected).abs().argmax())
             raise FREQUENCIES.violation(
-                f"{draws} draws with {what} 0 to {draws - 1} gave token {worst} "
+                f"{draws} draws with {varied} 0 to {draws - 1} gave token {worst} "
                 f"{counts[worst]:.0f} times, {expected[worst]:.1f} times expected ({excess})"
             )
 

@@ -84,7 +84,7 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
     ) -> torch.Tensor:
         """Store the token ids in `k`, then return each query's history hash as two numbers."""
         cache.view(-1)[plan.slots] = k[:, 0, 0].long()
-        starts, found = plan.query_starts.tolist(), []
+        starts, hashes = plan.query_starts.tolist(), []
         for index, length in enumerate(plan.seq_lens.tolist()):
             blocks = plan.block_table[index, : -(-length // plan.block_size)]
             history = cache[blocks].view(-1)[:length].numpy()
@@ -93,10 +93,10 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
             value = history_hash(first.tolist()) if before < _SHORT else _hash_of(first)
             for token in history[before:].tolist():
                 value = (value * HISTORY_BASE + token + 1) % HISTORY_MODULUS
-                found.append((value >> 16, value & 0xFFFF))
+                hashes.append((value >> 16, value & 0xFFFF))
         result = torch.empty_like(q)
-        if found:
-            result[: len(found), 0, :2] = torch.tensor(found, dtype=q.dtype, device=q.device)
+        if hashes:
+            result[: len(hashes), 0, :2] = torch.tensor(hashes, dtype=q.dtype, device=q.device)
         return result
 
 

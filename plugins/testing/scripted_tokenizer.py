@@ -172,7 +172,7 @@ class ByteTokenizer(Tokenizer):
             raise RequestError(f"prompt: {cause}") from cause
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
-        """Return the tokens of both texts, without others; those of the second have type 1.
+        """Return the tokens of both texts without special tokens; the second has type 1.
 
         Raises:
             RequestError: a text has no UTF-8.
@@ -183,13 +183,13 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        kept = self._kept(token_ids, skip_special_tokens)
-        return b"".join(map(self._tokens.bytes_of, kept)).decode(errors="replace")
+        visible = self._kept(token_ids, skip_special_tokens)
+        return b"".join(map(self._tokens.bytes_of, visible)).decode(errors="replace")
 
     def decode_stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> DecodeStream:
-        """Return a decoder; what is incomplete after the prompt belongs to the output."""
+        """Return a decoder; the output begins with an incomplete character of the prompt."""
         decoder = _Utf8Decoder("replace")
         for token in self._kept(prompt_token_ids[-_LONGEST_CHARACTER:], skip_special_tokens):
             decoder.decode(self._tokens.bytes_of(token))

@@ -107,14 +107,14 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def without_growth(
-    subject: object, waves: int, what: str, fix: str, *, limit: int | None = None
+    subject: object, waves: int, description: str, fix: str, *, limit: int | None = None
 ) -> Iterator[int]:
     """Yield the numbers of waves, and check that the second half leaves nothing in attributes.
 
     Args:
         subject: a component, all of whose attributes but the context count.
         waves: half of them.
-        what: the component, a colon, and what a half does, for messages.
+        description: the component, a colon, and the actions of a half, for messages.
         fix: what its author should do.
         limit: most elements that may be left; by default fewer than there are waves.
 
@@ -128,7 +128,7 @@ def without_growth(
             attributes = {name: v for name, v in vars(subject).items() if name != "context"}
             sizes.append(count_elements(attributes))
     if sizes[1] - sizes[0] > (waves - 1 if limit is None else limit):
-        name, _, doing = what.partition(": ")
+        name, _, doing = description.partition(": ")
         raise Violation(
             f"{name}'s attributes grew from {sizes[0]} to {sizes[1]} elements {doing}", fix
         )

@@ -29,15 +29,15 @@ DRAFTS = Rule(
     "return a list for each request, in their order, cut to request.limit; none is []",
 )
 ALONE = Rule(
-    "alone: what requests of one scope draft does not depend on requests of another",
-    "keep what is learnt by request.scope, and let no request see another's state",
+    "alone: the drafts of requests of one scope do not depend on another scope",
+    "keep learned data by request.scope, and let no request see another's state",
 )
 FORGETS = Rule(
-    "forgets: a speculator whose suite has `learns = False` keeps nothing of ended requests",
-    "keep what belongs to a request in its state; or set learns = True if learning is meant",
+    "forgets: a speculator with `learns = False` keeps nothing of ended requests",
+    "keep the data of a request in its state; or set learns = True if learning is intended",
 )
 RESUMED = Rule(
-    "resumed: a request whose output began before `start` is drafted as any other",
+    "resumed: a request that starts with outputs gets the same drafts as any other",
     "read request.output_token_ids from the beginning in the first propose()",
 )
 READS_ONLY = Rule(
@@ -152,18 +152,18 @@ class SpeculatorSuite(GeneralComponentSuite):
         def check(texts: list[_Text]) -> None:
             speculator = self._make()
             for number, text in enumerate(texts):
-                (found,) = self._drafts_of(speculator, [text], scope="one", first=number)
+                (drafts,) = self._drafts_of(speculator, [text], scope="one", first=number)
                 (new,) = self._drafts_of(self._make(), [text], scope="one", first=number)
-                if found != new:
+                if drafts != new:
                     raise FORGETS.violation(
-                        f"request r{number} got the drafts {found} after {number} others had "
+                        f"request r{number} got the drafts {drafts} after {number} others had "
                         f"ended, and {new} from a new instance"
                     )
 
         self._search(FORGETS.text, 40, check, texts=self._texts(at_least=1))
 
     def test_resumed(self) -> None:
-        """A request whose output began before it was started is drafted as any other."""
+        """A request that starts with outputs gets the same drafts as any other."""
 
         def check(text: _Text) -> None:
             (expected,) = self._drafts_of(self._make(), [text])
@@ -171,10 +171,10 @@ class SpeculatorSuite(GeneralComponentSuite):
             begun = [token for piece in text.pieces for token in piece]
             resumed = _Text(text.prompt, [[]], text.limit, text.arguments, begun)
             self._start(speculator, resumed, "r0", "0")
-            (found,) = self._step(speculator, [resumed], 0)
-            if found != expected[-1]:
+            (drafts,) = self._step(speculator, [resumed], 0)
+            if drafts != expected[-1]:
                 raise RESUMED.violation(
-                    f"after {len(begun)} tokens of output it drafted {expected[-1]}, and {found} "
+                    f"after {len(begun)} tokens of output it drafted {expected[-1]}, and {drafts} "
                     f"when it was started with them"
                 )
 
@@ -200,9 +200,9 @@ class SpeculatorSuite(GeneralComponentSuite):
     def test_memory(self) -> None:
         """Nothing grows with the number of requests that have ended."""
         speculator = self._make()
-        fix = "drop what belongs to a request in ended(), and bound what is kept beyond it"
-        what = "the speculator: while 60 requests ran and ended"
-        for wave in without_growth(speculator, 60, what, fix, limit=60):
+        fix = "drop the data of a request in ended(), and bound all data that is kept beyond it"
+        description = "the speculator: while 60 requests ran and ended"
+        for wave in without_growth(speculator, 60, description, fix, limit=60):
             generator = torch.Generator().manual_seed(wave)
             drawn = torch.randint(0, self.vocab_size, (300,), generator=generator).tolist()
             pieces = [drawn[at : at + 10] for at in range(100, 300, 10)]
@@ -282,7 +282,7 @@ class SpeculatorSuite(GeneralComponentSuite):
         Args:
             scope: scope of all of them; None is one of its own for each.
         """
-        found: list[list[list[int]]] = [[] for _ in texts]
+        drafts_by_text: list[list[list[int]]] = [[] for _ in texts]
         for number, text in enumerate(texts, first):
             text.output = []
             self._start(speculator, text, f"r{number}", scope or str(number))
@@ -290,11 +290,11 @@ class SpeculatorSuite(GeneralComponentSuite):
             running = [i for i, text in enumerate(texts) if turn < len(text.pieces)]
             drafts = self._step(speculator, [texts[i] for i in running], turn)
             for i, tokens in zip(running, drafts, strict=True):
-                found[i].append(tokens)
+                drafts_by_text[i].append(tokens)
         for text in texts:
             speculator.ended(text.request)
             text.request = None
-        return found
+        return drafts_by_text
 
     def _start(self, speculator: Speculator, text: _Text, request_id: str, scope: str) -> None:
         arguments = text.arguments

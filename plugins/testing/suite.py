@@ -88,7 +88,7 @@ def checks(
 
 
 SETTINGS = Rule(
-    "settings: what all components of a process share stays as it is",
+    "settings: process-wide settings stay unchanged",
     "draw from generators of your own, pass dtype and device to the functions of torch, use "
     "its modes in `with` statements, and leave processors, threads of torch, signals and the "
     "working folder to the engine",
@@ -110,13 +110,13 @@ def unchanged_torch_settings() -> Iterator[None]:
             changes: list[str] = []
             torch_state.restore(
                 before,
-                lambda what, old, new: changes.append(f"torch's {what} from {old} to {new}"),
+                lambda setting, old, new: changes.append(f"torch's {setting} from {old} to {new}"),
             )
             if changes:
                 raise SETTINGS.violation(f"it changed {', '.join(changes)}")
 
 
-EXCEPTIONS = Rule("exceptions: only those of the contract are raised", "handle this case")
+EXCEPTIONS = Rule("exceptions: only exceptions of the contract are raised", "handle this case")
 
 
 @contextmanager
@@ -189,7 +189,7 @@ class Search:
             Unsatisfiable: the strategies reject every value that they draw.
         """
         number = search_seed() if self.seed is None else self.seed
-        found: FailingCase | None = None  # the newest one
+        failure: FailingCase | None = None  # the newest one
         deadline = 0.0
 
         @seed(number)
@@ -203,25 +203,25 @@ class Search:
         )
         @given(**strategies)
         def search(**drawn: Any) -> None:
-            nonlocal deadline, found
+            nonlocal deadline, failure
             EVIDENCE.num_cases += 1
-            if found is not None and time.monotonic() > deadline:
+            if failure is not None and time.monotonic() > deadline:
                 raise EndOfSearchError
             try:
                 check(**drawn)
             except Violation as violation:
                 deadline = deadline or time.monotonic() + _SHRINKING_SECONDS
-                found = FailingCase(violation, drawn, number)
+                failure = FailingCase(violation, drawn, number)
                 raise
 
         try:
             search()
         except Violation as violation:
-            if found is None:  # raised while a case was drawn
+            if failure is None:  # raised while a case was drawn
                 return FailingCase(violation, {}, number)
         except (Flaky, EndOfSearchError):
             pass  # the newest case is the smallest
-        return found
+        return failure
 
 
 class ConformanceSuite:
@@ -250,14 +250,14 @@ class ConformanceSuite:
     def _run_checks(self, rule: str, *checks: Callable[[], None]) -> None:
         """Run checks that need no drawn cases; fail the test at the first violation."""
         for check in checks:
-            found: Violation | None = None
+            failure: Violation | None = None
             try:
                 with self._exception_guard(), unchanged_torch_settings():
                     check()
             except Violation as violation:
-                found = violation
-            if found is not None:  # outside the handler, so that the report has no traceback
-                self._fail(rule, found)
+                failure = violation
+            if failure is not None:  # outside the handler, so that the report has no traceback
+                self._fail(rule, failure)
 
     def _search(
         self,
@@ -278,16 +278,16 @@ class ConformanceSuite:
                 check(**drawn)
 
         try:
-            found = search.run(guarded, **strategies)
+            failure = search.run(guarded, **strategies)
         except Unsatisfiable:
             self._fail(rule, self._nothing_drawn())
-        if found is not None:
-            self._fail(rule, found.violation, found.report())
+        if failure is not None:
+            self._fail(rule, failure.violation, failure.report())
 
     def _nothing_drawn(self) -> Violation:
         return Violation(
             f"{NOTHING_DRAWN}: the component refused each case",
-            "let the strategies of the suite draw what the component takes",
+            "let the strategies of the suite draw valid inputs of the component",
         )
 
     def _fail(self, rule: str, violation: Violation, case: str = "") -> NoReturn:
@@ -314,7 +314,7 @@ def reject_replaced_tests(derived: type, suite: type) -> None:
             raise Violation(
                 f"{derived.__name__} replaces {name}",
                 "give the additional test another name; to leave a rule out, override its "
-                "test with one that is marked pytest.mark.xfail(reason=...) or skip(reason=...)",
+                "test with a copy marked pytest.mark.xfail(reason=...) or skip(reason=...)",
             )
 
 

@@ -1,4 +1,4 @@
-"""Calls in threads, and waiting for what they do."""
+"""Calls in threads, and waiting for their effects."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def combined_masks(
     """Return the tokens that every mask allows.
 
     Args:
-        masks: with what made them.
+        masks: pairs of a maker and its mask.
 
     Returns:
         The mask, and the makers of the masks of each request for which nothing is left; its rows
@@ -59,13 +59,13 @@ def combined_masks(
     for maker, mask in masks:
         names = np.array(mask.request_ids)
         for name in dict.fromkeys(mask.request_ids):
-            own = np.asarray(mask.bitmask)[names == name]
-            rows[name] = rows[name] & own if name in rows else own
+            bits = np.asarray(mask.bitmask)[names == name]
+            rows[name] = rows[name] & bits if name in rows else bits
             makers.setdefault(name, []).append(maker)
     nothing_left = {name: makers[name] for name, allowed in rows.items() if not allowed[0].any()}
     for name in nothing_left:
         rows[name][:] = -1
-    request_ids = [name for name, own in rows.items() for _ in own]
+    request_ids = [name for name, bits in rows.items() for _ in bits]
     return GrammarBitmask(request_ids, np.concatenate(list(rows.values()))), nothing_left
 
 
@@ -73,10 +73,10 @@ def masks_by_source(
     masks: Sequence[tuple[SourcedT, GrammarBitmask]],
 ) -> dict[Source, GrammarBitmask]:
     """Return masks by the identity of their makers, combined for each."""
-    found: dict[Source, list[tuple[SourcedT, GrammarBitmask]]] = {}
+    by_source: dict[Source, list[tuple[SourcedT, GrammarBitmask]]] = {}
     for part, mask in masks:
-        found.setdefault(part.source, []).append((part, mask))
+        by_source.setdefault(part.source, []).append((part, mask))
     return {
-        source: own[0][1] if len(own) == 1 else combined_masks(own)[0]
-        for source, own in found.items()
+        source: source_masks[0][1] if len(source_masks) == 1 else combined_masks(source_masks)[0]
+        for source, source_masks in by_source.items()
     }

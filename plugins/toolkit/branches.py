@@ -51,14 +51,14 @@ class Branches:
         """Begin with no request; the first is made when candidates are asked for.
 
         Args:
-            engine: an `AsyncLLM`, or that of a server.
+            engine: an `AsyncLLM`, or the engine of a server.
             params: with `max_tokens`, and without stop strings. Nothing is sampled, so temperature,
-                seed and `n` do not count. What else changes logits, changes log-probabilities with
+                seed and `n` do not count. Other changes of logits change log-probabilities with
                 `sampler.logprobs = "processed"`.
             num_candidates: how many of the likeliest tokens that do not end an output there are at
                 least, if there are so many.
             request_id: id of all requests; None makes one. No other open request has it.
-            options: those of `AsyncLLM.generate`; `timeout` is of all requests together.
+            options: options of `AsyncLLM.generate`; `timeout` is of all requests together.
 
         Raises:
             RequestError: the parameters have no `max_tokens`, or stop strings.
@@ -107,7 +107,7 @@ class Branches:
 
         No forbidden token is among them, nor one of `ends` before `min_tokens`. Requests that go on
         with none of these outputs end; to ask for their outputs later computes a part of them
-        again. One call runs at a time, and one that fails ends all.
+        again. One call runs at a time, and a call that fails ends all.
 
         Args:
             branches: the output tokens of each, from the first one on.
@@ -120,17 +120,17 @@ class Branches:
         """
         if self._is_closed:
             raise RequestEndedError("branches: they are closed")
-        asked = [list(tokens) for tokens in branches]
+        outputs = [list(tokens) for tokens in branches]
         try:
             if not self._legs:
                 await self._open([]).read(0)
-            legs = [self._leg(tokens) for tokens in asked]
+            legs = [self._leg(tokens) for tokens in outputs]
             lost = [leg for leg in self._legs if leg not in legs]
             # A fork is of an open request: where none goes on, one waits until the forks are open.
             waits = 0 if any(leg.has_begun for leg in legs) else 1
             await self._close(lost[waits:])
             reach: dict[_Leg, int] = {}
-            for leg, tokens in zip(legs, asked, strict=True):
+            for leg, tokens in zip(legs, outputs, strict=True):
                 reach[leg] = max(reach.get(leg, 0), len(tokens))
             await _together(leg.read(length) for leg, length in reach.items())
             if legs:
@@ -145,12 +145,12 @@ class Branches:
                 if logprob > -math.inf
                 and (len(tokens) >= self._params.min_tokens or token not in self.ends)
             }
-            for leg, tokens in zip(legs, asked, strict=True)
+            for leg, tokens in zip(legs, outputs, strict=True)
         ]
 
     def _leg(self, token_ids: list[int]) -> _Leg:
-        found = (leg for leg in self._legs if leg.goes_on_after(token_ids))
-        return next(found, None) or self._open(token_ids)
+        matches = (leg for leg in self._legs if leg.goes_on_after(token_ids))
+        return next(matches, None) or self._open(token_ids)
 
     def _open(self, token_ids: list[int]) -> _Leg:
         if self._legs:
@@ -199,7 +199,9 @@ class _Leg:
             self.has_begun = True
             self._token_ids += completion.token_ids
             for entry in completion.logprobs or ():
-                self._entries.append({token: one.logprob for token, one in entry.items()})
+                self._entries.append(
+                    {token: candidate.logprob for token, candidate in entry.items()}
+                )
             reason = completion.finish_reason
             self._has_ended = reason is not None
             is_short = len(self._entries) <= length - self._start
@@ -209,7 +211,7 @@ class _Leg:
 
 async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all; if one fails, end the others before its exception is raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -1,8 +1,8 @@
-"""A folder of CURVE keys: those of a server, and of the clients that may connect to it.
+"""A folder of CURVE keys: the server's key and the keys of permitted clients.
 
     DIR/server.key, server.key_secret    the server's
     DIR/clients/NAME.key                 the public key of each client that may connect
-    DIR/NAME/                            what the client NAME is given, to be moved to its machine
+    DIR/NAME/                            files for the client NAME, to be moved to its machine
 
 A client may connect as long as its file is in `clients`; the folder is read again when it changes.
 """
@@ -77,13 +77,13 @@ class KeyFolder:
 
     def names(self) -> dict[bytes, str]:
         """Return the names of the clients that may connect now, by their public keys."""
-        found = []
+        files = []
         with contextlib.suppress(OSError), os.scandir(self.path / _CLIENTS) as listed:
             for entry in listed:
                 if entry.name.endswith(_PUBLIC) and entry.is_file():
                     state = entry.stat()
-                    found.append((entry.name, state.st_mtime_ns, state.st_ino))
-        seen = tuple(sorted(found))
+                    files.append((entry.name, state.st_mtime_ns, state.st_ino))
+        seen = tuple(sorted(files))
         if seen != self._seen:
             self._seen, self._names = seen, {}
             for name, _, _ in seen:
@@ -105,7 +105,7 @@ def client_keys(path: str, setting: str) -> KeyPair:
 
 
 def make_client(path: str, name: str) -> Path:
-    """Make a key pair for a client, and those of the server if there are none; return its folder.
+    """Create a client's key pair, and the server's if missing; return the client's folder.
 
     Raises:
         ConfigError: as `check_new`; or the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Weights of a loader, cut: also those of a loader that changes whole weights alone."""
+"""Shards of a loader's weights, also for a loader that modifies whole weights only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def cut_weights(
     """Return a loader's weights, cut.
 
     A class that overrides `weights` alone, of a loader or wrapper that cuts by itself, changes
-    weights in a way that the inherited `cut_weights` does not: those of `weights` are cut then.
+    weights in a way that the inherited `cut_weights` does not: the results of `weights` are cut
+    then.
 
     Args:
         loader: loader of the weights.

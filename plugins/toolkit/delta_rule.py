@@ -4,8 +4,8 @@ As in "Gated Delta Networks" (arXiv:2412.06464): a state S [key size, value size
 
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T
 
-with each token, whose output is S^T q. Sequences of one token are computed so; longer ones in
-chunks, whose tokens are computed at once ("Parallelizing Linear Transformers with the Delta Rule
+with each token; its output is S^T q. Sequences of one token are computed so; longer ones in
+chunks of tokens that are computed at once ("Parallelizing Linear Transformers with the Delta Rule
 over Sequence Length", arXiv:2406.06484). Sequences are side by side: nothing is padded but the last
 chunk of each. Importing this module loads torch.
 """
@@ -43,14 +43,14 @@ def short_convolution(
     lengths = np.diff(starts)
     # Row r of `rows` is input r - before of its sequence.
     firsts = starts[:-1] + before * np.arange(seqs)
-    own = np.arange(starts[-1]) + before * (1 + np.repeat(np.arange(seqs), lengths))
-    kept = (firsts[:, None] + np.arange(before)).reshape(-1)
+    input_rows = np.arange(starts[-1]) + before * (1 + np.repeat(np.arange(seqs), lengths))
+    state_rows = (firsts[:, None] + np.arange(before)).reshape(-1)
     ends = firsts + lengths
     tails = (ends[:, None] + np.arange(before)).reshape(-1)
-    rows = x.new_empty((len(x) + len(kept), channels))
-    at = torch.from_numpy(own).to(x.device)
+    rows = x.new_empty((len(x) + len(state_rows), channels))
+    at = torch.from_numpy(input_rows).to(x.device)
     rows[at] = x
-    rows[torch.from_numpy(kept).to(x.device)] = state.reshape(-1, channels)
+    rows[torch.from_numpy(state_rows).to(x.device)] = state.reshape(-1, channels)
     y = x * weight[:, before]
     for lag in range(1, before + 1):
         y += rows[at - lag] * weight[:, before - lag]
@@ -72,7 +72,7 @@ def gated_delta_rule(
         state: float32 [seqs, heads, key size, value size].
         starts: int [seqs + 1]; first token of each sequence, and the number of all tokens.
         q: [tokens, key heads, key size]; divided by its norm and the square root of its size. The
-            number of key heads divides that of heads, of which neighbours share one.
+            number of key heads divides the number of heads; neighboring heads share one.
         k: like q; divided by its norm.
         v: [tokens, heads, value size].
         g: [tokens, heads]; logarithm of the decay, at most 0.
@@ -82,7 +82,7 @@ def gated_delta_rule(
         Outputs [tokens, heads, value size], and the states after the last token of each sequence.
     """
     shared = state.shape[1] // q.shape[1]
-    q, k = (_normalised(x.float()).repeat_interleave(shared, 1) for x in (q, k))
+    q, k = (_normalized(x.float()).repeat_interleave(shared, 1) for x in (q, k))
     q, v, g, beta = q * q.shape[-1] ** -0.5, v.float(), g.float(), beta.float()
     lengths = np.diff(starts)
     single, several = (lengths == 1).nonzero()[0], (lengths > 1).nonzero()[0]
@@ -101,7 +101,7 @@ def gated_delta_rule(
     return output, after
 
 
-def _normalised(x: torch.Tensor) -> torch.Tensor:
+def _normalized(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
 
 
@@ -134,7 +134,7 @@ def _chunked(
     places = torch.from_numpy(np.repeat(firsts[:-1] * _CHUNK, lengths) + within).to(v.device)
 
     def chunks(x: torch.Tensor) -> torch.Tensor:
-        """Return x as [chunks, heads, tokens of a chunk, ...]; what is padded is 0."""
+        """Return x as [chunks, heads, tokens of a chunk, ...], padded with zeros."""
         padded = x.new_zeros((int(firsts[-1]) * _CHUNK, *x.shape[1:]))
         padded[places] = x
         return padded.view(-1, _CHUNK, *x.shape[1:]).transpose(1, 2)
@@ -144,7 +144,7 @@ def _chunked(
     later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=v.device).triu(1)
     decay = (g[..., :, None] - g[..., None, :]).masked_fill(later, -torch.inf).exp()
     k_beta = k * beta[..., None]
-    # Each token's update depends on those before it in the chunk: a triangular system.
+    # Each token's update depends on the tokens before it in the chunk: a triangular system.
     system = (k_beta @ k.mT * decay).tril(-1)
     both = torch.cat((v * beta[..., None], k_beta * g.exp()[..., None]), -1)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
@@ -159,6 +159,6 @@ def _chunked(
         before = state[index]
         update = updates[at] - reads[at] @ before
         output[at] = q_decayed[at] @ before + scores[at] @ update
-        kept = before * g[at, :, -1].exp()[..., None, None]
-        state[index] = kept + (k[at] * to_end[at]).mT @ update
+        decayed = before * g[at, :, -1].exp()[..., None, None]
+        state[index] = decayed + (k[at] * to_end[at]).mT @ update
     return output.transpose(1, 2).flatten(0, 1)[places], state

@@ -15,7 +15,7 @@ __all__ = ["EncoderCacheManager", "encoder_budget"]
 
 
 def encoder_budget(max_num_batched_tokens: int, longest_feature: int) -> int:
-    """Return how many tokens a step may encode, which is also what the cache has room for.
+    """Return the encoder token budget of a step, which is also the capacity of the cache.
 
     A feature is encoded whole, so the longest one always fits.
 
@@ -38,9 +38,9 @@ class _Entry:
 class EncoderCacheManager:
     """Tracks the embeddings that workers keep, one per feature identifier, counted in tokens.
 
-    An embedding that no request holds stays cached until its room is needed; those released first
-    are evicted first. Workers drop what `take_freed` returns before they encode the features of the
-    same plan.
+    An embedding that no request holds stays cached until its room is needed; the first released
+    one is evicted first. Workers drop the result of `take_freed` before they encode the features of
+    the same plan.
 
     Attributes:
         num_tokens: capacity.
@@ -61,13 +61,13 @@ class EncoderCacheManager:
 
     @property
     def num_free_tokens(self) -> int:
-        """Room that no request holds, that of cached embeddings included."""
+        """Free capacity, including cached embeddings that no request holds."""
         return self.num_tokens - self._held_tokens
 
     def holds(self, request: Request, index: int) -> bool:
         """Return whether a feature is cached; if so, the request holds it from now on.
 
-        A cached feature does not count if its room is needed for what `can_allocate` promised.
+        A cached feature does not count if its room is needed for a promise of `can_allocate`.
         """
         feature = request.source.features[index]
         entry = self._entries.get(feature.identifier)
@@ -103,7 +103,7 @@ class EncoderCacheManager:
             entry = self._entries[feature.identifier] = _Entry(feature.length)
             self._idle[feature.identifier] = None
             self._idle_tokens += feature.length
-            self._freed.pop(feature.identifier, None)  # workers replace what they have
+            self._freed.pop(feature.identifier, None)  # workers replace their embedding
         self._promised_tokens = max(0, self._promised_tokens - feature.length)
         self._hold(entry, request, index)
 

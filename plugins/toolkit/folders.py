@@ -19,7 +19,7 @@ def real_path(folder: Path, name: str, where: str) -> Path:
     the folder's files.
 
     Args:
-        where: what names the file, for messages.
+        where: source of the file's name, for messages.
 
     Raises:
         ModelError: the name or a link leads out of the folder, or in a circle.
@@ -40,15 +40,15 @@ def real_path(folder: Path, name: str, where: str) -> Path:
     return real
 
 
-def permitted_path(given: str, folders: Sequence[str]) -> Path | None:
+def permitted_path(requested: str, folders: Sequence[str]) -> Path | None:
     """Return an absolute path without links, if it is in one of the folders; None if it is not.
 
     Args:
-        given: path that a caller names; whether it exists makes no difference.
+        requested: path that a caller names; it need not exist.
         folders: permitted ones; "~" is the user's.
     """
-    path = Path(given)
-    if "\0" in given or not path.is_absolute():
+    path = Path(requested)
+    if "\0" in requested or not path.is_absolute():
         return None
     try:
         real = path.resolve()

@@ -31,7 +31,7 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def short(value: Any) -> str:
-    """Return a value as a message shows it; what is long or deep is cut."""
+    """Return the text of a value for a message; a long or deep value is cut."""
     return _SHORT.repr(value)
 
 
@@ -97,7 +97,7 @@ class ConfigFields:
         """Return a field that is a table; an empty one if it is missing.
 
         Raises:
-            ModelError: it is no table.
+            ModelError: it is not a table.
         """
         value = self._get(name, {})
         if not isinstance(value, Mapping):
@@ -108,7 +108,7 @@ class ConfigFields:
         """Return the RoPE parameters: `rope_scaling`, else `rope_parameters`, as transformers does.
 
         Raises:
-            ModelError: they are no table.
+            ModelError: they are not a table.
         """
         return self.table("rope_scaling") or self.table("rope_parameters")
 
@@ -158,13 +158,13 @@ _UNLIMITED = 1 << 20
 
 _FULL = "full_attention"
 _STATES_EXTENDED = "gemma3"
-"""In the type of models whose config states the context that `rope_scaling` has extended."""
+"""In the type of models with a config that states the context extended by `rope_scaling`."""
 
 _PADDED_POSITIONS = (
     *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
-"""Types of models whose positions begin after that of padding."""
+"""Types of models with positions that begin after the padding position."""
 
 
 def model_config(
@@ -178,7 +178,7 @@ def model_config(
     """Return the ModelConfig of a Hugging Face config.
 
     Args:
-        hf: the config's fields; those of a `text_config` stand with them in the result.
+        hf: the config's fields; the result has the fields of a `text_config` among them.
         source: names the file in error messages.
         eos_token_ids: end-of-sequence tokens.
         dtype: dtype of the weights on disk; None if mixed or unknown.
@@ -192,7 +192,7 @@ def model_config(
     hf = {**hf, **_left_out(hf, text if isinstance(text, Mapping) else hf)}
     fields = ConfigFields(hf, source)
     length = next((name for name in _LENGTHS if hf.get(name) is not None), _LENGTHS[0])
-    is_known = importlib.util.find_spec("transformers") is not None  # what is left out
+    is_known = importlib.util.find_spec("transformers") is not None  # has the defaults
     positions = fields.whole(length, _UNLIMITED if is_known else None)
     if hf.get("model_type") in _PADDED_POSITIONS:
         positions -= fields.whole("pad_token_id", 1, at_least=0) + 1
@@ -208,9 +208,9 @@ def model_config(
 
 
 def _extended(hf: Mapping[str, Any], positions: int) -> int:
-    """Return the longest context, to which a scaling of RoPE may extend that of the config.
+    """Return the maximum context length after RoPE scaling.
 
-    Parameters that are wrong extend nothing here: the model refuses them.
+    Parameters that are wrong extend nothing here: the model rejects them.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope = rope.get(_FULL, rope) if isinstance(rope, Mapping) else {}
@@ -227,7 +227,7 @@ def _extended(hf: Mapping[str, Any], positions: int) -> int:
 
 
 def _left_out(hf: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes that a config leaves out, which are those of transformers' class for it."""
+    """Return the sizes that a config omits: the defaults of the config class in transformers."""
     has_length = any(hf.get(name) is not None for name in _LENGTHS)
     if has_length and hf.get("vocab_size") is not None:
         return {}
@@ -239,8 +239,8 @@ def _left_out(hf: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     lengths = () if has_length else (name for name in _LENGTHS if hasattr(usual, name))
     names = [*[*lengths][:1], "vocab_size"]
-    found = {name: getattr(usual, name, None) for name in names if hf.get(name) is None}
-    return {name: value for name, value in found.items() if isinstance(value, int) and value > 0}
+    sizes = {name: getattr(usual, name, None) for name in names if hf.get(name) is None}
+    return {name: value for name, value in sizes.items() if isinstance(value, int) and value > 0}
 
 
 def default_sampling(generation: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -249,8 +249,8 @@ def default_sampling(generation: Mapping[str, Any], source: str) -> dict[str, An
     Raises:
         ModelError: a value is not valid for a request.
     """
-    given = {name: generation.get(name) for name in _RECOMMENDED}
-    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    values = {name: generation.get(name) for name in _RECOMMENDED}
+    fields: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     try:
         params = SamplingParams(**fields).checked()
     except RequestError as error:

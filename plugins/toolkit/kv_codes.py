@@ -1,6 +1,6 @@
 """Keys and values in codes of 8 bits, with a scale for each token and head.
 
-`AttentionBackend.cache_dtypes` specifies what backends store; this computes it in plain torch.
+`AttentionBackend.cache_dtypes` specifies the format of backends; this computes it in plain torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def rotate_heads(x: torch.Tensor) -> torch.Tensor:
     """Return heads, rotated: float32, as x [..., heads, head_size].
 
     Each run of n elements of a head, n the largest power of 2 that divides its size, is multiplied
-    by the orthogonal, symmetric matrix of Hadamard (as in Ashkboos et al., arXiv:2404.00456): what
-    is large in few elements is spread over all, and twice rotated is as it was. Keys are rotated
+    by the orthogonal, symmetric matrix of Hadamard (as in Ashkboos et al., arXiv:2404.00456): large
+    numbers of few elements are spread over all, and two rotations cancel. Keys are rotated
     before they are coded, and the queries that meet them.
     """
     rotated, size, half = x.float(), x.shape[-1], 1
@@ -61,7 +61,7 @@ def dequantize_heads(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     """Return keys or values of a dtype, as codes [..., heads, head_size].
 
     Args:
-        codes: what `quantize_heads` returned.
+        codes: result of `quantize_heads`.
         scales: likewise, float32 [..., heads].
         dtype: dtype of the result.
     """

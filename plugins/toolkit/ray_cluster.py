@@ -40,8 +40,8 @@ class ClusterOptions(Protocol):
     """Which cluster is joined, and how.
 
     Attributes:
-        address: `HOST:PORT` of the cluster. "auto" is the one that RAY_ADDRESS names, else the one
-            that runs on this machine. "local" starts a cluster on this machine and ends it with
+        address: `HOST:PORT` of the cluster. "auto" is the address in RAY_ADDRESS, else the cluster
+            on this machine. "local" starts a cluster on this machine and ends it with
             the connection. A cluster that the program has joined itself is used and left as it is.
         namespace: Ray's namespace in which the actors are; empty is a new one.
         runtime_env: runtime environment of the actors, as Ray has it.
@@ -64,7 +64,7 @@ class RankResources(Protocol):
     Attributes:
         num_cpus: CPUs.
         num_gpus: GPUs; None is 1 if the cluster has GPUs, else 0.
-        resources: those of the cluster's own kinds.
+        resources: custom resources of the cluster.
     """
 
     @property
@@ -110,7 +110,7 @@ def import_ray() -> Any:
 
 
 class Connection:
-    """The connection of this process with a cluster, of which Ray has one at a time.
+    """The connection of this process with a cluster; Ray allows one at a time.
 
     Its users share it. The last that closes it ends it, unless the program itself has made it.
 
@@ -120,7 +120,7 @@ class Connection:
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _users: ClassVar[list[Connection]] = []
-    """Those that use a connection which one of them has made."""
+    """Users of a connection that another user has made."""
 
     def __init__(self, ray: Any, options: ClusterOptions, setting: str) -> None:
         """Connect this process with the cluster, or use the connection that is there.
@@ -130,7 +130,7 @@ class Connection:
             setting: where they are configured, for messages.
 
         Raises:
-            ConfigError: there is no cluster, it does not answer or refuses this process, or this
+            ConfigError: there is no cluster, it does not answer or rejects this process, or this
                 process is connected with another one.
         """
         self._ray = ray
@@ -197,14 +197,14 @@ def _resolved(address: str) -> str | None:
 
     Raises:
         ConnectionError: no cluster runs on this machine.
-        ValueError: it is no address.
+        ValueError: it is not an address.
     """
     if address != "auto":
         _split(address)
     services = importlib.import_module("ray._private.services")
     resolve = getattr(services, "canonicalize_bootstrap_address", None)
-    found = resolve(address) if resolve else address if address != "auto" else None
-    return None if found is None else str(found)
+    resolved = resolve(address) if resolve else address if address != "auto" else None
+    return None if resolved is None else str(resolved)
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -233,7 +233,7 @@ def _check_answer(address: str, timeout_s: float) -> None:
             f"no Ray cluster answers at {address} within {timeout_s:g} s ({error})"
         ) from error
     if answer[3:4] != b"\4":  # the frame of its settings
-        raise ConnectionError(f"what listens at {address} is no Ray cluster")
+        raise ConnectionError(f"the listener at {address} is not a Ray cluster")
 
 
 def _uses_tls() -> bool:
@@ -278,7 +278,7 @@ def check_capacity(
         needed: by a bundle.
         count: number of bundles.
         strategy: strategy of their placement.
-        what: what has a bundle each, for messages.
+        what: name of the users of bundles, for messages.
 
     Raises:
         ConfigError: it cannot; the message names the resources that are missing.
@@ -345,8 +345,8 @@ def reserve(
         count: number of bundles.
         strategy: strategy of their placement.
         timeout_s: maximum time to wait.
-        setting: what sets that time, for messages.
-        what: what has a bundle each, for messages.
+        setting: name of the setting of that time, for messages.
+        what: name of the users of bundles, for messages.
         near: id of the node that is taken if it has room, with the strategy STRICT_PACK.
         is_cancelled: asked while it waits.
 
@@ -371,7 +371,7 @@ def reserve(
     return group
 
 
-def _no_room(needed: Mapping[str, float], count: int, what: str, limit: str) -> HardpointError:
+def _no_room(needed: Mapping[str, float], count: int, units: str, limit: str) -> HardpointError:
     free = Counter(import_ray().available_resources())
     lacking = {
         name: amount * count - free[name]
@@ -380,8 +380,8 @@ def _no_room(needed: Mapping[str, float], count: int, what: str, limit: str) -> 
     }
     more = ", ".join(f"{amount:g} {name} more" for name, amount in lacking.items())
     return HardpointError(
-        f"the Ray cluster has no room for {count} {what} within {limit}: others use it; "
-        f"{more or 'what is free is on the wrong nodes'} needed"
+        f"the Ray cluster has no room for {count} {units} within {limit}: others use it; "
+        f"{more or 'free resources on other nodes'} needed"
     )
 
 

@@ -12,13 +12,13 @@ from hardpoint.plugins import SchedulerOutput, StepCost
 _MEMORY = 50
 """Number of steps of a kind that count; older ones are forgotten."""
 _PACE_MEMORY = 5
-"""The same of the pace, which follows clocks and neighbours."""
+"""The same of the pace, which follows clocks and neighbors."""
 _ERROR_MEMORY = 50
 """The same of the error."""
 _OUTLIER = 2.0
 """A step counts as at most so many times its prediction: it may have waited for something else."""
 _ENOUGH = 3
-"""Steps without prompts from which the fit is used; before, it may not know what a query costs."""
+"""Steps without prompts before the fit is used; before, the cost of a query may be unknown."""
 _SWEEPS = 2
 """Rounds over the coefficients after each step; later steps go on from there."""
 
@@ -49,7 +49,7 @@ class StepTimes:
         self._began[plan.step] = self._clock()
 
     def ends(self, plan: SchedulerOutput) -> StepTime:
-        """Return the time of a step whose results were processed."""
+        """Return the time of a step after its results were processed."""
         began, now = self._began[plan.step], self._clock()
         # Results come in order, so steps before this one have ended or were lost.
         self._began = {step: start for step, start in self._began.items() if step > plan.step}
@@ -73,7 +73,7 @@ class StepCostFit:
     """Fits `StepCost` to the steps that ran: least squares of the relative error, after each step.
 
     No coefficient is negative. Steps with and without prompts are forgotten apart, so that a
-    thousand steps without any do not blur what prompts cost. A factor on all coefficients, the
+    thousand steps without any do not blur the costs of prompts. A factor on all coefficients, the
     pace, follows the latest steps.
     """
 
@@ -90,8 +90,8 @@ class StepCostFit:
     def current(self) -> StepCost:
         """Return the cost as fitted to the steps so far."""
         if self._cost is None:
-            found = [self._pace * x for x in self._coefficients]
-            named = dict(zip(_NAMES, found, strict=True))
+            coefficients = [self._pace * x for x in self._coefficients]
+            named = dict(zip(_NAMES, coefficients, strict=True))
             self._cost = StepCost(**named, is_trained=self._is_trained, error=self._error)
         return self._cost
 
@@ -128,7 +128,7 @@ class StepCostFit:
 
     def _solve(self) -> None:
         products = [row.copy() for row in self._with_prompts.products]
-        targets, found = self._with_prompts.targets.copy(), self._coefficients
+        targets, coefficients = self._with_prompts.targets.copy(), self._coefficients
         others = self._without_prompts
         for index, row, target in zip(others.indices, others.products, others.targets, strict=True):
             targets[index] += target
@@ -136,9 +136,9 @@ class StepCostFit:
                 products[index][column] += x
         for _ in range(_SWEEPS):
             for index, row in enumerate(products):
-                if (own := row[index]) > 0:
-                    rest = targets[index] - sum(map(mul, row, found))
-                    found[index] = max(0.0, found[index] + rest / own)
+                if (diagonal := row[index]) > 0:
+                    rest = targets[index] - sum(map(mul, row, coefficients))
+                    coefficients[index] = max(0.0, coefficients[index] + rest / diagonal)
 
 
 def work_of(plan: SchedulerOutput) -> StepWork:
@@ -161,7 +161,7 @@ def work_of(plan: SchedulerOutput) -> StepWork:
 
 
 _NAMES = ("prompt_token", "step", "single_query", "context_token", "prompt_pair", "prompt", "draft")
-"""In this order, so that the first ones explain what several could."""
+"""In this order, so that the first ones explain shared variance."""
 _PROMPTS = _NAMES.index("prompt")
 _WITHOUT_PROMPTS = tuple(i for i, name in enumerate(_NAMES) if not name.startswith("prompt"))
 """The features that a step without prompts may have."""
@@ -173,7 +173,7 @@ def _features(work: StepWork) -> list[float]:
 
 
 class _Sums:
-    """Sums over steps of the products of some features, and of those with their times."""
+    """Sums over steps of the products of features, and of the features with the step times."""
 
     def __init__(self, indices: Sequence[int]) -> None:
         self.indices = indices

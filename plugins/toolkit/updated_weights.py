@@ -1,4 +1,4 @@
-"""Weights of a model of which files of later versions replace some or all."""
+"""Weights of a model with tensors replaced by files of later versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 class UpdatedWeights(WeightLoader):
-    """A loader whose weights are those of files of tensors, and of another loader for the rest.
+    """A loader that reads some tensors from files, and the rest from another loader.
 
     Attributes:
         base: the other loader.
@@ -57,11 +57,11 @@ class UpdatedWeights(WeightLoader):
         return False
 
     def architecture(self) -> str | None:
-        """Return that of the model's files."""
+        """Return the architecture in the model's files."""
         return self.base.architecture()
 
     def config(self) -> ModelConfig:
-        """Return that of the model's files."""
+        """Return the configuration in the model's files."""
         return self.base.config()
 
     def weights(
@@ -95,19 +95,19 @@ class UpdatedWeights(WeightLoader):
             yield name, tensor
 
     def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:
-        """Return how the files store the weights in `shapes`, which are those of all stages.
+        """Return the formats in the files of the weights in `shapes`, of all stages.
 
         Raises:
             ModelError: a tensor is not the model's, or has another shape or kind of dtype.
         """
-        found = self._check(shapes)
-        rest = {name: shape for name, shape in shapes.items() if name not in found}
-        return {**(self.base.formats(rest) if rest else {}), **found}
+        updated = self._check(shapes)
+        rest = {name: shape for name, shape in shapes.items() if name not in updated}
+        return {**(self.base.formats(rest) if rest else {}), **updated}
 
     def _check(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
         import torch  # noqa: PLC0415 - engines are imported without it
 
-        found: dict[str, WeightFormat] = {}
+        formats: dict[str, WeightFormat] = {}
         unknown: dict[str, tuple[int, ...]] = {}
         for file in dict.fromkeys(self._where.values()):
             names = [name for name, where in self._where.items() if where == file]
@@ -128,11 +128,11 @@ class UpdatedWeights(WeightLoader):
                             f"{file}: {name!r} has the dtype {dtype}, expected {', '.join(_DTYPES)}"
                         )
                     size = int(getattr(torch, _DTYPES[dtype]).itemsize)
-                    found[name] = WeightFormat(_DTYPES[dtype], torch.Size(shape).numel() * size)
+                    formats[name] = WeightFormat(_DTYPES[dtype], torch.Size(shape).numel() * size)
         left_out = self._left_out(unknown, shapes)
         for name in (name for name in unknown if name not in left_out):
             self._check_tied(self._where[name], name, shapes)
-        return found
+        return formats
 
     def _left_out(
         self, unknown: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
@@ -168,10 +168,10 @@ class UpdatedWeights(WeightLoader):
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str | None:
         """Return a hash of the contents of all files."""
-        own = self.base.content_hash(hash_file)
-        if own is None:
+        base_hash = self.base.content_hash(hash_file)
+        if base_hash is None:
             return None
-        digest = hashlib.sha256(own.encode())
+        digest = hashlib.sha256(base_hash.encode())
         for name in sorted(self._where):
             digest.update(f"\0{name}\0{hash_file(self._where[name])}".encode())
         return digest.hexdigest()
@@ -191,18 +191,18 @@ def tensor_files(path: str) -> dict[Path, list[str]]:
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
     if not files:
         raise ModelError(f"{path}: expected a safetensors file, or a folder of them; it has none")
-    found: dict[Path, list[str]] = {}
+    names_by_file: dict[Path, list[str]] = {}
     seen: dict[str, Path] = {}
     for file in files:
         with _opened(file) as opened:
-            found[file] = list(opened.keys())
-        for name in found[file]:
+            names_by_file[file] = list(opened.keys())
+        for name in names_by_file[file]:
             if name in seen:
                 raise ModelError(f"{path}: {seen[name].name} and {file.name} both have {name!r}")
             seen[name] = file
     if not seen:
         raise ModelError(f"{path}: expected tensors, it has none")
-    return found
+    return names_by_file
 
 
 @contextlib.contextmanager

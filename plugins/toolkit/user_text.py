@@ -12,11 +12,11 @@ from hardpoint.plugins.text.tokenizer import Tokenizer
 __all__ = ["UserText"]
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Code points that are no characters and that Unicode keeps for uses such as this."""
+"""Code points that are not characters and that Unicode keeps for uses such as this."""
 
 
 class UserText:
-    """Splits the special tokens in what a template is given, before they are tokenised.
+    """Splits the special tokens in the inputs of a chat template before tokenization.
 
     Otherwise a user who writes `<|im_end|>` would end their message and begin another, as the
     system. The assistant's messages are left alone: templates look for markers in them. Tokens of
@@ -24,31 +24,31 @@ class UserText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *given: Any, media_tokens: Collection[int] = ()
+        self, tokenizer: Tokenizer, *values: Any, media_tokens: Collection[int] = ()
     ) -> None:
         """Look for special tokens.
 
         Args:
-            given: messages, tools and variables of a template; plain data.
+            values: messages, tools and variables of a template; plain data.
             media_tokens: ids of the tokens of media.
 
         Raises:
             RequestError: they hold special tokens, and all code points that could mark them.
         """
         self._tokenizer = tokenizer
-        texts = [text for value in given for text in _texts(value)]
+        texts = [text for value in values for text in _texts(value)]
         special = [token for token in tokenizer.special_tokens if len(token) > 1]
         begins = {token[0] for token in special}
         texts = [text for text in texts if any(begin in text for begin in begins)]
-        found = [token for token in special if any(token in text for text in texts)]
+        present = [token for token in special if any(token in text for text in texts)]
         self._mark = ""
         ids = tokenizer.special_tokens if media_tokens else {}
         media = [token for token in special if ids.get(token) in media_tokens]
         every: list[str] = []
-        if found or media:
-            every = [text for value in given for text in _texts(value, all_roles=True)]
+        if present or media:
+            every = [text for value in values for text in _texts(value, all_roles=True)]
         media = [token for token in media if any(token in text for text in every)]
-        if not (found or media):
+        if not (present or media):
             return
         free = [mark for mark in _MARKS if not any(mark in text for text in every)]
         if not free:
@@ -56,7 +56,7 @@ class UserText:
                 "messages: expected no special tokens together with all of U+FDD0 to U+FDEF"
             )
         self._mark = free[0]
-        self._begins = _beginnings({*found, *media})
+        self._begins = _beginnings({*present, *media})
         self._begins_of_media = _beginnings(media) if media else None
 
     def marked(self, value: Any) -> Any:

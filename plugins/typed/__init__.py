@@ -1,7 +1,7 @@
 """Options, arguments and state of plugins as types, and their conversion from plain data.
 
 The lowest layer but the errors: `convert` turns data into a declared type, or raises an error that
-names the field, its value and what would be right. Configuration, requests and the wire use it.
+names the field, its value and the expectation. Configuration, requests and the wire use it.
 """
 
 from .convert import (

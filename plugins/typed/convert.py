@@ -75,7 +75,7 @@ class _StrictMeta(msgspec.StructMeta):
 # frozen subclass of Struct for an error.
 @dataclass_transform(kw_only_default=True, field_specifiers=(msgspec.field,))
 class Strict(msgspec.Struct, metaclass=_StrictMeta):
-    """A struct that is frozen, keyword-only and refuses unknown fields; so are its subclasses."""
+    """A struct that is frozen, keyword-only and rejects unknown fields; so are its subclasses."""
 
 
 class SuggestingMeta(_StrictMeta):
@@ -96,7 +96,7 @@ class SuggestingMeta(_StrictMeta):
 
 
 class Options(Strict):
-    """Base of a component's options: what an operator sets under `[plugin.<name>]`."""
+    """Base of a component's options: the settings of an operator under `[plugin.<name>]`."""
 
 
 class Arguments(Strict):
@@ -104,7 +104,7 @@ class Arguments(Strict):
 
 
 def prepared_type(cls: Any) -> type[Arguments]:
-    """Return the type of what the `prepare` of a component's class returns."""
+    """Return the result type of the `prepare` of a component's class."""
     declared: type[Arguments] = getattr(cls, "Prepared", cls.Arguments)
     return declared
 
@@ -178,8 +178,8 @@ def _convert_text_keys(plain: Any, type_: type[T], path: str, error: type[Hardpo
     check_finite(made, path, error)
     check_sizes(made, path, error)
     if (steps := repeated_key(plain, made)) is not None:
-        given = list(value_at(plain, steps)[0])
-        raise error(f"{join_path(path, *steps)}: expected each key once, got {shown(given)}")
+        keys = list(value_at(plain, steps)[0])
+        raise error(f"{join_path(path, *steps)}: expected each key once, got {shown(keys)}")
     return converted
 
 
@@ -196,7 +196,7 @@ def plain_data(
         paths: whether a Path may be in it, which becomes text.
 
     Raises:
-        `error`: something in it is no plain data, contains itself, or cannot be read.
+        `error`: something in it is not plain data, contains itself, or cannot be read.
     """
 
     hook = _path_or_plain if paths else _plain_other
@@ -322,7 +322,7 @@ def parse_value(text: str) -> Any:
 
 
 _KEPT = (bytes, bytearray, memoryview, datetime, date, time, timedelta, UUID, Decimal)
-"""Types that stay what they are; msgspec would turn them into text, also where text is wanted."""
+"""Types that are not converted; msgspec would turn them into text, also where text is wanted."""
 
 
 def _plain_other(value: Any) -> Any:
@@ -331,7 +331,7 @@ def _plain_other(value: Any) -> Any:
         return dict(value)
     if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
         return item()
-    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is none")
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be converted")
 
 
 def _path_or_plain(value: Any) -> Any:
@@ -345,7 +345,7 @@ def _non_data_path(value: Any, path: str, other: Callable[[Any], Any]) -> str:
             msgspec.to_builtins(part, str_keys=False, builtin_types=_KEPT, enc_hook=other)
         except TypeError:
             return _non_data_path(part, join_path(path, step), other)
-        except Exception:  # the part that is no data comes later
+        except Exception:  # the part that is not data comes later
             continue
     return path
 
@@ -392,13 +392,13 @@ def _explain(message: str, value: Any, type_: Any, path: str, *, str_keys: bool 
     steps = failing_keys(type_, value, steps, str_keys=str_keys)
     where = join_path(path, *map(_readable, steps))
     info = type_at(type_, steps)
-    if found := _UNKNOWN.search(text):
+    if match := _UNKNOWN.search(text):
         known = _field_names(info, value_at(value, steps)[0])
         listed = f"; known here: {', '.join(known)}" if known else ""
-        name = _readable(found[1])
-        return f"{join_path(where, name)}: unknown field{suggest(found[1], known)}{listed}"
-    if found := _MISSING.search(text):
-        return f"{join_path(where, found[1])}: missing, and it has no default"
+        name = _readable(match[1])
+        return f"{join_path(where, name)}: unknown field{suggest(match[1], known)}{listed}"
+    if match := _MISSING.search(text):
+        return f"{join_path(where, match[1])}: missing, and it has no default"
     if text.startswith("Invalid value") and (tags := _tags(type_at(type_, steps[:-1]))):
         return f"{where}: expected {' or '.join(tags)}, got {shown(value_at(value, steps)[0])}"
     expected, wrong_type, _ = text.partition(", got ")
@@ -410,8 +410,8 @@ def _explain(message: str, value: Any, type_: Any, path: str, *, str_keys: bool 
         table, _ = value_at(value, steps)
         key = next(key for key in table if str(key) == name)
         return f"{where}: {expected} as key, got {shown(key)}"
-    given, exists = value_at(value, steps)
-    return f"{where}: {expected}" + (f", got {shown(given)}" if exists else "")
+    actual, exists = value_at(value, steps)
+    return f"{where}: {expected}" + (f", got {shown(actual)}" if exists else "")
 
 
 def _readable(step: str) -> str:
@@ -436,7 +436,7 @@ def _tags(info: types.Type | None) -> list[str]:
 
 
 def _field_names(info: types.Type | None, value: Any) -> list[str]:
-    """Return the fields that a value may have; of several structs, those of its own tag."""
+    """Return the possible fields of a value; a tagged union has the fields of the value's tag."""
     if isinstance(info, types.UnionType):
         return [
             name

@@ -164,10 +164,10 @@ def _field(info: types.StructType, step: str, index: int | None) -> tuple[str, t
 
 def _attribute_entries(doc: str) -> dict[str, str]:
     """Return the entries of one docstring's `Attributes:` section."""
-    _, found, section = doc.partition("\nAttributes:\n")
+    _, heading, section = doc.partition("\nAttributes:\n")
     entries: dict[str, str] = {}
     names: list[str] = []
-    for line in section.splitlines() if found else ():
+    for line in section.splitlines() if heading else ():
         if line and not line.startswith(" "):
             break
         entry = _ENTRY.match(line[4:])

@@ -32,8 +32,8 @@ def schema_components(
         place: where the schemas are in the document, such as "#/components/schemas/".
 
     Returns:
-        The names of the schemas of all types, those that they hold too; and the schemas by name.
-            Of two types that have one name, the names begin with that of the module.
+        The names of the schemas of all types, also of nested ones; and the schemas by name.
+            If two types have one name, the names begin with the name of the module.
     """
     _, whole = msgspec.json.schema_components(types, ref_template=place + "{name}")
     names = _describe_schemas(whole, types)
@@ -66,7 +66,7 @@ def _short_name(name: str) -> str:
 
 
 def _renamed(value: Any, place: str, names: Mapping[str, str]) -> Any:
-    """Return a schema whose references are to other names."""
+    """Return a schema with its references renamed."""
     if isinstance(value, dict):
         return {key: _renamed(item, place, names) for key, item in value.items()}
     if isinstance(value, list):

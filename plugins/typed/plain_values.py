@@ -84,30 +84,30 @@ def _first_number(value: Any, is_invalid: Callable[[float], bool]) -> _InvalidNu
     return None
 
 
-def repeated_key(given: Any, converted: Any) -> list[str] | None:
+def repeated_key(plain: Any, converted: Any) -> list[str] | None:
     """Return the path of a table that has two keys for one, such as 1 and "1"; None without any.
 
     Args:
-        given: plain data.
+        plain: plain data.
         converted: the plain data of its conversion, with keys of the declared type.
     """
-    for step, own, other in _pairs(given, converted):
-        if (path := repeated_key(own, other)) is not None:
+    for step, value, other in _pairs(plain, converted):
+        if (path := repeated_key(value, other)) is not None:
             return [step, *path]
-    is_table = isinstance(given, dict) and isinstance(converted, dict)
-    return [] if is_table and len(converted) < len(given) else None
+    is_table = isinstance(plain, dict) and isinstance(converted, dict)
+    return [] if is_table and len(converted) < len(plain) else None
 
 
-def _pairs(given: Any, converted: Any) -> Iterator[tuple[str, Any, Any]]:
+def _pairs(plain: Any, converted: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the parts of plain data, with the same parts of its conversion."""
-    if isinstance(given, dict) and isinstance(converted, dict):
-        if given.keys() <= converted.keys():  # a struct may have more
-            yield from ((str(key), given[key], converted[key]) for key in given)
-        elif len(given) == len(converted):
-            values = zip(given.items(), converted.values(), strict=True)
-            yield from ((str(key), own, other) for (key, own), other in values)
-    elif isinstance(given, list | tuple) and isinstance(converted, list | tuple):
-        items = enumerate(zip(given, converted, strict=False))
+    if isinstance(plain, dict) and isinstance(converted, dict):
+        if plain.keys() <= converted.keys():  # a struct may have more
+            yield from ((str(key), plain[key], converted[key]) for key in plain)
+        elif len(plain) == len(converted):
+            values = zip(plain.items(), converted.values(), strict=True)
+            yield from ((str(key), value, other) for (key, value), other in values)
+    elif isinstance(plain, list | tuple) and isinstance(converted, list | tuple):
+        items = enumerate(zip(plain, converted, strict=False))
         yield from ((f"[{index}]", *both) for index, both in items)
 
 

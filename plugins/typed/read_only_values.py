@@ -36,7 +36,7 @@ class ReadOnlyDict(dict[K, V]):
 
 
 def read_only(value: T) -> T:
-    """Return a copy of plain data of which nothing can be changed, at any depth.
+    """Return an immutable copy of plain data, at any depth.
 
     Structs become frozen ones of a class derived from theirs. Other objects than structs, lists,
     dicts and sets stay as they are.

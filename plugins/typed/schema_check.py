@@ -18,7 +18,7 @@ from .convert import convert
 __all__ = ["check_depth", "check_schema", "without_nulls"]
 
 MAX_DEPTH = 200
-"""Of schemas and tags: what nests deeper is refused, before anything recurses into it."""
+"""Maximum depth of schemas and tags: deeper ones are rejected before any recursion."""
 
 TypeName = Literal["string", "number", "integer", "boolean", "null", "object", "array"]
 Size = Annotated[int, Meta(ge=0)]
@@ -55,14 +55,14 @@ def check_schema(schema: Any, path: str) -> None:
     """Check the keywords of a JSON schema, at any depth.
 
     Raises:
-        RequestError: a keyword is not what it has to be; names its path.
+        RequestError: a keyword has a wrong value; names its path.
     """
     check_depth(schema, path)
     convert(schema, _Schema | bool, path=path, error=RequestError)  # type: ignore[arg-type]
 
 
 def check_depth(value: Any, path: str) -> None:
-    """Refuse data that nests too deeply for what recurses into it."""
+    """Reject data with too deep nesting, before any recursion."""
     level, depth = [value], 0
     while level:
         depth += 1
@@ -95,12 +95,12 @@ def without_nulls(schema: Any) -> Any:
         return [without_nulls(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    kept: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _VALUES and (value is not None or name != "enum"):
-            kept[name] = value
+            result[name] = value
         elif name in _BY_NAME and isinstance(value, Mapping):
-            kept[name] = {key: without_nulls(inner) for key, inner in value.items()}
+            result[name] = {key: without_nulls(inner) for key, inner in value.items()}
         elif value is not None:
-            kept[name] = without_nulls(value)
-    return kept
+            result[name] = without_nulls(value)
+    return result

@@ -1,1 +1,1 @@
-"""Parts of scripts/gpu-check: what it checks on a GPU, and the page that it writes."""
+"""Parts of scripts/gpu-check: its checks on a GPU, and its page."""

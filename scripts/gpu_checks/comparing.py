@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities of an engine, and those of a reference."""
+"""Tokens and log-probabilities of an engine, compared with a reference."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Forced:
-    """A text, and what a reference chooses after each of its tokens.
+    """A text, and the choice of a reference after each of its tokens.
 
     Attributes:
         tokens: token ids of the text.
@@ -63,25 +63,25 @@ class Forced:
 
 def demo_references(count: int | None, new_tokens: int) -> list[Continuation]:
     """Return the results that transformers computed with the demo model in float32."""
-    found = _reference()["greedy"][:count]
+    items = _reference()["greedy"][:count]
     return [
         Continuation(e["prompt_ids"], e["tokens"], e["logprobs"], e["gaps"]).first(
             new_tokens - index % 7 if new_tokens > 7 else new_tokens
         )
-        for index, e in enumerate(found)
+        for index, e in enumerate(items)
     ]
 
 
 def demo_texts(count: int | None, length: int | None) -> list[Forced]:
-    """Return the texts of which transformers computed each position, in float32 and bf16.
+    """Return texts with each position computed by transformers, in float32 and bf16.
 
     Args:
         count: number of texts; None is all.
         length: length of each, in positions; None is all.
     """
-    found = [item for item in _reference()["greedy"] if item.get("best")][:count]
+    items = [item for item in _reference()["greedy"] if item.get("best")][:count]
     texts = []
-    for item in found:
+    for item in items:
         best = item["best"][:-1][:length]
         tokens = (item["prompt_ids"] + item["tokens"])[: len(best) + 1]
         texts.append(Forced(tokens, best, min(item["bf16_equal"], len(best))))
@@ -89,8 +89,8 @@ def demo_texts(count: int | None, length: int | None) -> list[Forced]:
 
 
 def _reference() -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.json.decode(REFERENCE.read_bytes())
-    return found
+    reference: dict[str, Any] = msgspec.json.decode(REFERENCE.read_bytes())
+    return reference
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -105,12 +105,12 @@ def continued(llm: LLM, prompts: list[list[int]], counts: Sequence[int]) -> list
         SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=2, detokenize=False)
         for n in counts
     ]
-    found = []
+    continuations = []
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         completion = output.outputs[0]
         entries = list(zip(completion.token_ids, completion.logprobs or [], strict=True))
         best = [sorted((e.logprob for e in known.values()), reverse=True) for _, known in entries]
-        found.append(
+        continuations.append(
             Continuation(
                 prompt,
                 [token for token, _ in entries],
@@ -118,7 +118,7 @@ def continued(llm: LLM, prompts: list[list[int]], counts: Sequence[int]) -> list
                 [values[0] - values[1] for values in best],
             )
         )
-    return found
+    return continuations
 
 
 def compare_greedy(llm: LLM, references: Sequence[Continuation], check: Check) -> None:
@@ -132,8 +132,8 @@ def compare_greedy(llm: LLM, references: Sequence[Continuation], check: Check) -
     while pending:
         prompts = [item.prompt + item.tokens[:start] for item, start in pending]
         counts = [len(item.tokens) - start for item, start in pending]
-        found, again = continued(llm, prompts, counts), list[tuple[Continuation, int]]()
-        for (item, start), ours in zip(pending, found, strict=True):
+        outputs, again = continued(llm, prompts, counts), list[tuple[Continuation, int]]()
+        for (item, start), ours in zip(pending, outputs, strict=True):
             equal = _num_equal(ours.tokens, item.tokens[start:])
             compared += equal
             pairs = zip(ours.logprobs[:equal], item.logprobs[start:], strict=False)
@@ -145,7 +145,7 @@ def compare_greedy(llm: LLM, references: Sequence[Continuation], check: Check) -
             if item.gaps[place] >= TIE:
                 check.problems.append(
                     f"prompt of {len(item.prompt)} tokens, output token {place}: got "
-                    f"{ours.tokens[equal]}, the reference has {item.tokens[place]}, whose logit is "
+                    f"{ours.tokens[equal]}, the reference has {item.tokens[place]}, with a logit "
                     f"{item.gaps[place]:.1e} larger than the next one"
                 )
                 continue
@@ -196,10 +196,10 @@ def compare_forced(llm: LLM, texts: Sequence[Forced], positions: int, check: Che
     check.expect(len(expected) >= positions, f"{len(expected)} positions, expected {positions}")
     check.expect(
         ours >= theirs - 2,
-        f"{ours} of {len(expected)} choices are those of float32, transformers has {theirs}",
+        f"{ours} of {len(expected)} choices equal float32, transformers has {theirs}",
     )
     check.detail = (
-        f"{ours} of {len(expected)} choices are those of float32, transformers' in bf16 {theirs}"
+        f"{ours} of {len(expected)} choices equal float32, transformers' in bf16 {theirs}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Operations that write down what is recorded and repeated."""
+"""Operations that count recorded and repeated calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hardpoint.plugins import Ops, OpsContext, Recorded, Wrapper
 
 
 class CountedOps(Wrapper[Ops], Ops):
-    """Does what the wrapped operations do, and appends lines to a file."""
+    """Delegates to the wrapped operations, and appends lines to a file."""
 
     contract = 1
     devices = ("cpu", "cuda")
@@ -55,7 +55,7 @@ class CountedOps(Wrapper[Ops], Ops):
 
 
 class _Counted:
-    """Recorded operations whose calls are written down."""
+    """Recorded operations with counted calls."""
 
     def __init__(self, recorded: Recorded, call: Callable[[], None]) -> None:
         self._recorded = recorded

@@ -74,12 +74,12 @@ class Gpu:
 
     def describe(self) -> dict[str, Any]:
         """Return its name, memory, driver and compute capability."""
-        found = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(0)
         return {
-            "gpu": found.name,
-            "memory_gib": round(found.total_memory / 2**30, 1),
-            "compute_capability": f"{found.major}.{found.minor}",
-            "multiprocessors": found.multi_processor_count,
+            "gpu": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
             "driver": _driver(),
         }
 
@@ -197,7 +197,7 @@ class Fake:
 
 
 def num_processes(device: Device, at_most: int) -> int:
-    """Return how many processes run at once; most of their time is that of the CPU."""
+    """Return how many processes run at once; most of their time is CPU time."""
     return 1 if device.is_fake else min(at_most, len(os.sched_getaffinity(0)))
 
 

@@ -1,4 +1,4 @@
-"""Tokens of engines with Triton's kernels, next to transformers' and those of torch."""
+"""Tokens of engines with Triton's kernels, compared with transformers and torch."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _check_shape(
 
 
 def _check_whole(recorder: Recorder, device: Device, sizes: Sizes, folder: Path) -> None:
-    """Check the whole 8B shape: what Triton computed token by token, torch computes at once."""
+    """Check the whole 8B shape: Triton computes token by token, and torch all at once."""
     name = "Llama-3-8B, bf16: tokens after prompts, as near to float32 as torch"
     cache = sizes.cache_bytes
     if not has_room(recorder, device, name, sizes.llama, cache_bytes=cache, copies=2):
@@ -158,21 +158,21 @@ def _check_whole(recorder: Recorder, device: Device, sizes: Sizes, folder: Path)
     limits = _limits(sizes)
     with recorder.check(name) as check:
         with engine(model, device, dtype="bfloat16", **limits) as llm:
-            found = continued(llm, prompts, [sizes.new_tokens] * len(prompts))
-        ours = [value for item in found for value in item.logprobs]
+            outputs = continued(llm, prompts, [sizes.new_tokens] * len(prompts))
+        ours = [value for item in outputs for value in item.logprobs]
         theirs, exact = (
-            _last_logprobs(model, device, found, dtype=dtype, **limits)
+            _last_logprobs(model, device, outputs, dtype=dtype, **limits)
             for dtype in ("bfloat16", "float32")
         )
         _compare_distances(ours, theirs, exact, check)
 
 
 def _last_logprobs(
-    model: Path, device: Device, found: Sequence[Continuation], **config: Any
+    model: Path, device: Device, outputs: Sequence[Continuation], **config: Any
 ) -> list[float]:
     """Return the log-probabilities of the tokens after prompts, as torch's operations read them."""
     with engine(model, device, "torch", **config) as llm:
-        read_ones = ((item, read(llm, [item.prompt + item.tokens])[1]) for item in found)
+        read_ones = ((item, read(llm, [item.prompt + item.tokens])[1]) for item in outputs)
         return [value for item, values in read_ones for value in values[-len(item.tokens) :]]
 
 

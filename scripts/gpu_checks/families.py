@@ -1,4 +1,4 @@
-"""Tiny random models of all families of transformers: their tokens, next to those of `generate`."""
+"""Tiny random models of all families of transformers: their tokens, compared with `generate`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_families(recorder: Recorder, device: Device, sizes: Sizes) -> None:
         recorder.check("families: as transformers, in chunks and with prefix hits") as check,
         ProcessPoolExecutor(at_once, context, _begin) as pool,
     ):
-        found = pool.map(_difference, *zip(*models, strict=True), [device.name] * len(models))
-        differences = dict(zip(models, found, strict=True))
+        reasons = pool.map(_difference, *zip(*models, strict=True), [device.name] * len(models))
+        differences = dict(zip(models, reasons, strict=True))
         refused = [model for model, why in differences.items() if _TOO_LARGE in why]
         wrong = {model: why for model, why in differences.items() if why and model not in refused}
         check.facts |= {"models": len(models), "refused": refused}
@@ -62,7 +62,7 @@ def _begin() -> None:
 
 
 def _difference(name: str, use: str, device: str) -> str:
-    """Return how the tokens of a model differ from those of transformers; empty if they do not."""
+    """Return how a model's tokens differ from transformers; empty if they do not."""
     from support.families.survey import tokens_on
 
     with tempfile.TemporaryDirectory() as folder:

@@ -11,8 +11,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in sorted(items, key=_is_search):
         if item.get_closest_marker("skip") is None:
             firsts.setdefault(item.nodeid.rpartition("::")[0], item)
-    kept = set(firsts.values())
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    selected = set(firsts.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
     items[:] = firsts.values()
 
 

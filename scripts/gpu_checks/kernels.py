@@ -31,7 +31,7 @@ def check_kernels(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     tests = {f"twins: {file.name}": [str(file)] for file in files}
     tests["conformance suites"] = [f"{suites}::{name}" for name in _SUITES]
     if not sizes.all_tests:
-        tests = {"twins and conformance suites": [one for some in tests.values() for one in some]}
+        tests = {"twins and conformance suites": [test for some in tests.values() for test in some]}
     run_tests(recorder, device, sizes, tests)
 
 
@@ -50,22 +50,22 @@ def run_tests(
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_once) as pool:
         run = functools.partial(_check, recorder, device, sizes)
         folders = [Path(name) / str(index) for index in range(len(tests))]
-        found = list(pool.map(run, tests, tests.values(), folders))
+        outcomes = list(pool.map(run, tests, tests.values(), folders))
     with recorder.check("the tests ran on the device") as check:
-        _check_devices(dict(zip(tests, found, strict=True)), device, check)
+        _check_devices(dict(zip(tests, outcomes, strict=True)), device, check)
 
 
 def _check(
     recorder: Recorder,
     device: Device,
     sizes: Sizes,
-    what: str,
+    title: str,
     chosen: Sequence[str],
     folder: Path,
 ) -> Outcomes:
     """Run some tests as one check; return their outcomes."""
     outcomes = Outcomes()
-    with recorder.check(what) as check:
+    with recorder.check(title) as check:
         code, outcomes, output = _run(chosen, device, sizes, folder)
         print(output, flush=True)
         _judge(code, outcomes, output[-_TAIL:], sizes, check)
@@ -106,8 +106,8 @@ def _run(
 def environment(device: Device) -> dict[str, str]:
     """Return the variables of tests, which run kernels on the device and nowhere else."""
     paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
-    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return found | {INTERPRETER: "1" if device.is_fake else "0"}
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return variables | {INTERPRETER: "1" if device.is_fake else "0"}
 
 
 def _judge(code: int | None, outcomes: Outcomes, tail: str, sizes: Sizes, check: Check) -> None:
@@ -128,13 +128,13 @@ def _judge(code: int | None, outcomes: Outcomes, tail: str, sizes: Sizes, check:
     check.expect(code == 0 or bool(failed), f"pytest ended with {code}{running}: {tail}")
 
 
-def _check_devices(found: Mapping[str, Outcomes], device: Device, check: Check) -> None:
+def _check_devices(outcomes_by_title: Mapping[str, Outcomes], device: Device, check: Check) -> None:
     """Check where processes that came to their end ran kernels."""
-    ended = {what: outcomes for what, outcomes in found.items() if outcomes.device}
-    for what, outcomes in ended.items():
+    ended = {title: outcomes for title, outcomes in outcomes_by_title.items() if outcomes.device}
+    for title, outcomes in ended.items():
         check.expect(
             outcomes.device == device.name,
-            f"{what}: ran on {outcomes.device}, expected {device.name}",
+            f"{title}: ran on {outcomes.device}, expected {device.name}",
         )
     taken = max((outcomes.num_bytes for outcomes in ended.values()), default=0)
     check.facts |= {"ended": len(ended), "bytes": taken}

@@ -338,7 +338,7 @@ def random_model(fields: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def limits(max_model_len: int, num_seqs: int, step_tokens: int, cache_bytes: int) -> dict[str, Any]:
-    """Return the configuration of an engine whose speed is measured."""
+    """Return the configuration of an engine for a measurement of speed."""
     return {
         "max_model_len": max_model_len,
         "scheduler": {"max_num_batched_tokens": step_tokens, "max_num_seqs": num_seqs},

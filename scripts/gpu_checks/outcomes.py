@@ -1,4 +1,4 @@
-"""A plugin of pytest that writes what each test gives as it ends, and where kernels run."""
+"""A plugin of pytest that writes the outcome of each test as it ends, and where kernels run."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Check:
             self.problems.append(problem)
 
     def set_detail(self, detail: str) -> None:
-        """Replace the detail, but for what stands in for a GPU."""
+        """Replace the detail, but for the stand-in of a GPU."""
         self.detail = "; ".join(filter(None, [self.faked, detail]))
 
     def measured(self, **figures: float) -> None:
@@ -67,7 +67,7 @@ class Check:
         self.figures.update(dict.fromkeys(figures) if self.is_dry else figures)
 
     def aim(self, name: str, figure: str, at_least: float, *, is_judged: bool = True) -> None:
-        """State what one of the figures should be; not judged on a device that it is not for."""
+        """State the target of one of the figures; not judged on a device that it is not for."""
         value = self.figures[figure]
         reached = None if value is None or not is_judged else value >= at_least
         self.aims.append(
@@ -75,11 +75,11 @@ class Check:
             | {"reached": reached}
         )
 
-    def fake(self, what: str) -> None:
-        """In a dry run, record what stands in for what only a GPU has."""
+    def fake(self, subject: str) -> None:
+        """In a dry run, record the stand-in of a part that needs a GPU."""
         if self.is_dry:
             self.status = Status.FAKED
-            self.faked = f"{what} replaced by a fake"
+            self.faked = f"{subject} replaced by a fake"
             self.set_detail("")
 
 
@@ -153,9 +153,9 @@ class Lines:
             if "begins" in line:
                 self.running.append(line["begins"])
             elif "check" in line:
-                found = line["check"]
-                self.checks.append(Check(**{**found, "status": Status(found["status"])}))
-                if found["name"] in self.running:
-                    self.running.remove(found["name"])
+                fields = line["check"]
+                self.checks.append(Check(**{**fields, "status": Status(fields["status"])}))
+                if fields["name"] in self.running:
+                    self.running.remove(fields["name"])
             else:
                 self.has_ended = True

@@ -21,18 +21,18 @@ def page(about: dict[str, Any], parts: dict[str, list[Check]], seconds: dict[str
         parts: their checks.
         seconds: duration of each part that ran.
     """
-    checks = [check for found in parts.values() for check in found]
+    checks = [check for part_checks in parts.values() for check in part_checks]
     lines = [*_head(about, checks), ""]
-    for part, found in parts.items():
-        lines += _part(part, found, seconds.get(part))
+    for part, part_checks in parts.items():
+        lines += _part(part, part_checks, seconds.get(part))
     lines += show_figures(checks) + show_aims(checks) + _limits(about, checks, parts, seconds)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def counts(checks: list[Check]) -> dict[str, int]:
     """Return how many checks ended in each way."""
-    found = Counter(check.status for check in checks)
-    return {str(status): found[status] for status in Status}
+    counter = Counter(check.status for check in checks)
+    return {str(status): counter[status] for status in Status}
 
 
 def _head(about: dict[str, Any], checks: list[Check]) -> list[str]:
@@ -88,7 +88,7 @@ def _limits(
     parts: dict[str, list[Check]],
     seconds: dict[str, float],
 ) -> list[str]:
-    """Return the limits of the run: what it could not show."""
+    """Return the limits of the run: facts that it could not show."""
     lines = [f"the part {part} did not run" for part in parts if part not in seconds]
     lines += [
         f"{check.name}: {check.faked or check.detail}"
@@ -98,10 +98,10 @@ def _limits(
     if about.get("gpu") is None:
         lines.append("any speed, and whether kernels are right where a GPU runs them: no GPU")
     if any(check.status is Status.FAILED for check in checks):
-        lines.append("what failed checks would have compared after they failed")
+        lines.append("comparisons of failed checks after they failed")
     lines.append("several GPUs, GPUs of other kinds, and models with trained weights but SmolLM2")
     return [
-        "What this run does not show",
+        "Not shown by this run",
         *(text for line in lines for text in _wrapped("  - ", line)),
     ]
 

@@ -40,13 +40,13 @@ def check_graphs(recorder: Recorder, device: Device, sizes: Sizes) -> None:
             for _ in range(2):
                 compare_greedy(llm, alone, check)
                 compare_greedy(llm, references, check)
-        found = Counts.read(Path(file.name))
-        recorded = len(found.num_bytes)
-        check.facts |= {"recorded": recorded, "repeated": found.repeated}
-        check.measured(graphs_mib=sum(found.num_bytes) / 2**20)
+        graph_counts = Counts.read(Path(file.name))
+        recorded = len(graph_counts.num_bytes)
+        check.facts |= {"recorded": recorded, "repeated": graph_counts.repeated}
+        check.measured(graphs_mib=sum(graph_counts.num_bytes) / 2**20)
         check.expect(recorded > 0, "no decode step was recorded")
-        check.expect(found.repeated > 0, "no recorded step was repeated")
-        check.detail += f"; {recorded} sizes recorded, {found.repeated} steps repeated"
+        check.expect(graph_counts.repeated > 0, "no recorded step was repeated")
+        check.detail += f"; {recorded} sizes recorded, {graph_counts.repeated} steps repeated"
 
 
 def check_syncs(recorder: Recorder, device: Device, sizes: Sizes) -> None:
@@ -95,9 +95,9 @@ def _count_syncs(
         running.step()
     running.abort_requests(["r0", "r1", "r2"])
     check.facts["places"] = places
-    found = f"{len(places)} ({', '.join(places)})" if places else "none"
-    check.set_detail(found)
-    check.expect(len(places) <= 1, f"expected one wait, for the tokens, got {found}")
+    waits = f"{len(places)} ({', '.join(places)})" if places else "none"
+    check.set_detail(waits)
+    check.expect(len(places) <= 1, f"expected one wait, for the tokens, got {waits}")
 
 
 def check_sleep(recorder: Recorder, device: Device, sizes: Sizes) -> None:

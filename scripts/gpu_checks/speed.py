@@ -39,7 +39,7 @@ _POLL_S, _QUIET_S, _PATIENCE_S = 0.2, 3.0, 30.0
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that the device reaches, and those of its data sheet; else the former again.
+    """The rates that the device reaches, and the rates of its data sheet; else the former again.
 
     Attributes:
         bandwidth: memory bandwidth, bytes per second.
@@ -82,11 +82,11 @@ def check_benchmark(recorder: Recorder, device: Device, sizes: Sizes) -> None:
         for name, fields in (("Llama-3-8B", sizes.llama), ("Qwen3-0.6B", sizes.qwen)):
             model = write_model(Path(folder) / name, fields)
             has_aims = name.startswith("Llama")
-            what, cache = f"{name}, bf16: next to transformers", 2 * sizes.cache_bytes
+            title, cache = f"{name}, bf16: next to transformers", 2 * sizes.cache_bytes
             # Both engines are open at once, as they take turns.
-            if not has_room(recorder, device, what, fields, cache_bytes=cache, copies=2):
+            if not has_room(recorder, device, title, fields, cache_bytes=cache, copies=2):
                 continue
-            with recorder.check(what) as check:
+            with recorder.check(title) as check:
                 check.fake("speeds")
                 _compare(model, fields, device, sizes, rates, check, has_aims=has_aims)
         _check_start(recorder, device, sizes, Path(folder))
@@ -131,7 +131,7 @@ def _compare(
     loads = [Load(*load) for load in sizes.loads]
     with engine(model, device, dtype="bfloat16", **_config(sizes)) as llm:
         engines = {"hardpoint": _hardpoint(llm), "transformers": _transformers(fields, device)}
-        found = {
+        seconds = {
             load.name: _seconds(engines, load, fields["vocab_size"], device, sizes.rounds)
             for load in loads
         }
@@ -139,7 +139,7 @@ def _compare(
     size = ModelSize.read(model)
     for load in loads:
         step = _prefill if load.output == 1 else _decode
-        step(load, size, found[load.name], rates, check)
+        step(load, size, seconds[load.name], rates, check)
     if has_aims:
         single, batch, prefill = (load.name for load in loads)
         for aim, figure, at_least in (
@@ -224,12 +224,12 @@ def _seconds(
 def _decode(
     load: Load,
     size: ModelSize,
-    found: Mapping[str, tuple[float, float]],
+    seconds: Mapping[str, tuple[float, float]],
     rates: Rates,
     check: Check,
 ) -> None:
     """Add tokens per second of a decode step, and the bandwidth that it reaches."""
-    ours, theirs = (found[name][1] for name in ("hardpoint", "transformers"))
+    ours, theirs = (seconds[name][1] for name in ("hardpoint", "transformers"))
     weights = 2 * (size.layer_weights + size.head_weights)
     context = load.prompt + load.output / 2
     read = weights + load.count * context * size.kv_bytes
@@ -248,12 +248,12 @@ def _decode(
 def _prefill(
     load: Load,
     size: ModelSize,
-    found: Mapping[str, tuple[float, float]],
+    seconds: Mapping[str, tuple[float, float]],
     rates: Rates,
     check: Check,
 ) -> None:
     """Add tokens per second of prompts, and the share of the peak."""
-    ours, theirs = (found[name][0] for name in ("hardpoint", "transformers"))
+    ours, theirs = (seconds[name][0] for name in ("hardpoint", "transformers"))
     tokens = load.count * load.prompt
     # Scores and their products with values, of half of the pairs of tokens: 2 FLOP each.
     attention = 4 * size.layers * size.linears[1][1] * tokens * load.prompt / 2
@@ -316,22 +316,22 @@ def _record_ahead(
         ready = time.time()
         _hardpoint(llm)(prompt, 2)
         answered = time.time()
-        found = Counts.read(file)
-        while time.time() < max([answered, *found.times]) + _QUIET_S:
+        counts = Counts.read(file)
+        while time.time() < max([answered, *counts.times]) + _QUIET_S:
             if time.time() > answered + _PATIENCE_S:
                 break
             time.sleep(_POLL_S)
-            found = Counts.read(file)
-    recorded = len(found.times)
+            counts = Counts.read(file)
+    recorded = len(counts.times)
     check.facts["recorded"] = recorded
     check.measured(
         process_start_s=ready - start,
         first_answer_s=answered - ready,
-        recorded_s_after_first_answer=max([answered, *found.times]) - answered,
-        recorded_mib=sum(found.num_bytes) / 2**20,
+        recorded_s_after_first_answer=max([answered, *counts.times]) - answered,
+        recorded_mib=sum(counts.num_bytes) / 2**20,
     )
     check.set_detail(f"{recorded} sizes recorded after the first answer, no other request came")
     check.expect(recorded > 0, "nothing was recorded")
     check.expect(
-        all(at >= ready for at in found.times), "a size was recorded before the engine was ready"
+        all(at >= ready for at in counts.times), "a size was recorded before the engine was ready"
     )

@@ -102,8 +102,10 @@ def _measure_offline(
         outputs = llm.generate(prompts, params, use_tqdm=False)
         device.wait()
         seconds = time.perf_counter() - start
-        found = [len(output.outputs[0].token_ids) for output in outputs]
-        check.expect(found == [output for _, output in requests], "an answer has another length")
+        num_tokens = [len(output.outputs[0].token_ids) for output in outputs]
+        check.expect(
+            num_tokens == [output for _, output in requests], "an answer has another length"
+        )
     total = sum(output for _, output in lengths)
     check.measured(
         requests_per_s=len(lengths) / seconds,
@@ -118,7 +120,7 @@ def _measure_offline(
 
 
 def _measure_idle(llm: LLM, sizes: Sizes, device: Device, check: Check) -> None:
-    """Profile decode steps of a full batch; count those before which the device had no work."""
+    """Profile decode steps of a full batch; count steps before which the device had no work."""
     running = llm.llm_engine
     count, warm_up = sizes.throughput.num_seqs, sizes.steps_before
     steps = sizes.throughput.profiled_steps

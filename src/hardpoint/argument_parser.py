@@ -22,7 +22,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 
 class UsageError(HardpointError):
-    """A command line is wrong; `usage` is that of its command."""
+    """A command line is wrong; `usage` is the usage text of its command."""
 
     def __init__(self, message: str, usage: str = "") -> None:
         """`usage`: shown below the message."""
@@ -77,14 +77,14 @@ class ProgramParser(argparse.ArgumentParser):
         return self._commands
 
     def with_commands(self) -> Iterator[ProgramParser]:
-        """Yield this parser and those of its commands, at any depth."""
+        """Yield this parser and the parsers of its commands, at any depth."""
         yield self
         if self._commands is not None:
             for parser in self._commands.choices.values():
                 yield from parser.with_commands()
 
     def arguments(self) -> list[argparse.Action]:
-        """Return the arguments of this parser, without those of its commands."""
+        """Return the arguments of this parser, without its commands' arguments."""
         return self._actions
 
     def accept_unknown(self) -> None:
@@ -136,7 +136,7 @@ class ProgramParser(argparse.ArgumentParser):
         return [name, *args], True
 
     def _check_options_before_command(self, arguments: Sequence[str]) -> None:
-        """Refuse an unknown option before a command, whose value would be taken for the command."""
+        """Reject an unknown option before a command; its value would be taken for the command."""
         rest = iter(arguments)
         for argument in rest:
             if not argument.startswith("-") or argument in ("-", "--"):
@@ -203,7 +203,7 @@ class ProgramParser(argparse.ArgumentParser):
         text = text.replace("the following arguments are required:", "missing argument:")
         if text.endswith(": expected one argument"):
             option = text.removesuffix(": expected one argument").split("/")[-1]
-            text = f"{option}: a value is missing; one that begins with - is written {option}=-..."
+            text = f"{option}: a value is missing; write one with a leading - as {option}=-..."
         elif self._commands is not None and text == f"missing argument: {self._commands.metavar}":
             text = f"a command is missing: {', '.join(self._commands.choices)}"
         raise UsageError(text, self.format_usage().rstrip())
@@ -211,10 +211,10 @@ class ProgramParser(argparse.ArgumentParser):
 
 def whole_number(text: str) -> int | None:
     """Return the number of a text such as `1e3`, `4k` (4000) or `4K` (4096); None for others."""
-    found = _WHOLE.fullmatch(text)
-    if found is None:
+    match = _WHOLE.fullmatch(text)
+    if match is None:
         return None
-    digits, exponent, unit = found.groups()
+    digits, exponent, unit = match.groups()
     number = Decimal(digits) * (_UNITS[unit] if unit else 10 ** int(exponent))
     return int(number) if number == number.to_integral_value() else None
 
@@ -230,19 +230,19 @@ def check_encoding(arguments: Sequence[str]) -> None:
             argument.encode()
         except UnicodeEncodeError as error:
             wrong = argument[error.start]
-            what = (
+            problem = (
                 f"byte 0x{ord(wrong) - 0xDC00:02x}"
                 if "\udc80" <= wrong <= "\udcff"
                 else ascii(wrong)
             )
             raise UsageError(
-                f"argument {number}: {what} at character {error.start} of {shown(argument)} is not "
-                "UTF-8"
+                f"argument {number}: {problem} at character {error.start} of {shown(argument)} is "
+                "not UTF-8"
             ) from None
 
 
 def global_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return those of the options of every command that a command line has.
+    """Return the global options of a command line.
 
     They decide which commands there are. A wrong one is left to the parser of its command.
     """

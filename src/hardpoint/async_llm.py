@@ -123,15 +123,17 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
             "tokenizer.path": tokenizer,
             "engine.restart": restart,
         }
-        handed = handed_over(plugins, "AsyncLLM")
-        resolved, config_sources = config_from(config, overrides, caller="AsyncLLM", handed=handed)
-        self._open(resolved, config_sources, handed)
+        passed_plugins = handed_over(plugins, "AsyncLLM")
+        resolved, config_sources = config_from(
+            config, overrides, caller="AsyncLLM", passed_plugins=passed_plugins
+        )
+        self._open(resolved, config_sources, passed_plugins)
 
     def _open(
         self,
         config: EngineConfig,
         config_sources: ConfigSources,
-        handed: Sequence[InstalledPlugin] = (),
+        passed_plugins: Sequence[InstalledPlugin] = (),
         **opening: Any,
     ) -> None:
         origin = config_sources.of("engine.in_process")
@@ -154,7 +156,7 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
         how = {"companions": COMPANIONS, **opening}
         with ProgressDisplay() as display:
             built = build_async_engine(
-                config, config_sources, progress=display.report, handed=handed, **how
+                config, config_sources, progress=display.report, handed=passed_plugins, **how
             )
         self._engine, self._files = built, WeightFiles()
         self._requests, self._groups = async_groups(built, self._files)
@@ -233,7 +235,7 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
         keep_last: bool = True,
         **options: Unpack[ConversationOptions],
     ) -> AsyncConversation:
-        """Open a conversation, whose prompt goes on after each answer.
+        """Open a conversation: a prompt that continues after each answer.
 
         Args:
             sampling_params: parameters of its turns, until one has others; None is what the model's
@@ -318,7 +320,7 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
             prompts: as `LLM.encode` takes them.
             pooling_params: parameters of all.
             request_id: id of all; None numbers them.
-            names: what errors call the prompts; by default `prompts[0]` and so on.
+            names: names of the prompts in errors; by default `prompts[0]` and so on.
             options: `RequestOptions` of all.
 
         Returns:
@@ -413,7 +415,7 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
     collective_rpc = ControlCalls.collective_rpc
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests by their ids; each yields what it has, with finish reason "abort".
+        """End requests by their ids; each yields its output so far, with finish reason "abort".
 
         A conversation with one of the ids ends too, whether a turn runs or not. Others are ignored.
         """

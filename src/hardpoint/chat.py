@@ -55,7 +55,7 @@ class Function(msgspec.Struct, kw_only=True):
 
     Attributes:
         name: name of the function.
-        description: what it does, for the model.
+        description: description for the model.
         parameters: JSON schema of its arguments, an object.
         strict: whether calls have to keep to the schema.
     """
@@ -85,9 +85,11 @@ def read_tools(tools: Any) -> list[Tool]:
     if not is_list(tools):
         raise RequestError(f"tools: expected a list of tools, got {type(tools).__name__}")
     read: dict[str, Tool] = {}
-    for index, given in enumerate(copied(tools, "tools")):
+    for index, definition in enumerate(copied(tools, "tools")):
         path = f"tools[{index}]"
-        tool = _of_function(given, path) if callable(given) else _of_schema(given, path)
+        tool = (
+            _of_function(definition, path) if callable(definition) else _of_schema(definition, path)
+        )
         if (name := tool.function.name) in read:
             other = list(read).index(name)
             raise RequestError(f"{path}.function.name: {name!r} is the name of tools[{other}], too")
@@ -95,18 +97,18 @@ def read_tools(tools: Any) -> list[Tool]:
     return list(read.values())
 
 
-def _of_schema(given: Any, path: str) -> Tool:
-    function = given.get("function") if isinstance(given, Mapping) else None
+def _of_schema(definition: Any, path: str) -> Tool:
+    function = definition.get("function") if isinstance(definition, Mapping) else None
     if isinstance(function, Mapping):
         present = {k: v for k, v in function.items() if v is not None or k == "name"}
-        given = {**given, "function": present}
-    tool = typed.convert(given, Tool, path=path, error=RequestError)
+        definition = {**definition, "function": present}
+    tool = typed.convert(definition, Tool, path=path, error=RequestError)
     check_depth(tool.function.parameters, f"{path}.function.parameters")
     tool.function.parameters = without_nulls(tool.function.parameters)
     schema, place = tool.function.parameters, f"{path}.function.parameters"
     if schema.get("type", "object") != "object":
         raise RequestError(
-            f'{place}.type: expected "object", for arguments have names, got '
+            f'{place}.type: expected "object", because arguments have names, got '
             f"{shown(schema['type'])}"
         )
     check_schema(schema, place)
@@ -161,14 +163,14 @@ def _described(docstring: str) -> tuple[str, dict[str, str]]:
     about: dict[str, str] = {}
     section, name = "", ""
     for line in docstring.splitlines():
-        if found := _SECTION.match(line):
-            section = found[1]
+        if match := _SECTION.match(line):
+            section = match[1]
         elif not section:
             summary.append(line)
         elif section in ("Args", "Arguments", "Parameters") and line.strip():
-            if found := _ARGUMENT.match(line.strip()):
-                name = found[1]
-                about[name] = found[2]
+            if match := _ARGUMENT.match(line.strip()):
+                name = match[1]
+                about[name] = match[2]
             elif name:
                 about[name] += f" {line.strip()}"
     return "\n".join(summary).strip(), about
@@ -191,7 +193,7 @@ class PartReader:
         self._takes_images = takes_images
 
     def without_images(self, messages: Any) -> Any:
-        """Return messages whose image parts are `{"type": "image"}`.
+        """Return messages with image parts as `{"type": "image"}`.
 
         Raises:
             RequestError: a part is of a type that the model does not take, or has no image.
@@ -334,7 +336,7 @@ class Chat:
         chat_template: Any = None,
         chat_template_kwargs: Any = None,
     ) -> None:
-        """Check what a caller gives.
+        """Check the arguments of a caller.
 
         Raises:
             RequestError: the tools or another argument is malformed.
@@ -375,9 +377,9 @@ class Chat:
         Raises:
             RequestError: the tools or another option is malformed.
         """
-        own = ChatOptions.__optional_keys__
-        chat = cls(**{name: value for name, value in options.items() if name in own})
-        rest = {name: value for name, value in options.items() if name not in own}
+        keys = ChatOptions.__optional_keys__
+        chat = cls(**{name: value for name, value in options.items() if name in keys})
+        rest = {name: value for name, value in options.items() if name not in keys}
         return chat, {**rest, "tools": chat.schemas, "calls": chat.calls}
 
     def rendered(
@@ -387,7 +389,7 @@ class Chat:
         images: PromptImages | None = None,
         lock: AbstractContextManager[Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Return a conversation as a prompt that is tokenised already.
+        """Return a conversation as a prompt that is tokenized already.
 
         Args:
             images: reads images; None refuses them.
@@ -409,7 +411,7 @@ class Chat:
         if (count := ids.count(tokens[0])) != len(pictures):
             raise RequestError(
                 f"messages: the chat template shows the model {count} of {len(pictures)} images; "
-                f"some templates show only those of users"
+                f"some templates show only images of users"
             )
         return {**prompt, "multi_modal_data": {"image": pictures}}
 

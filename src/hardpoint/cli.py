@@ -63,6 +63,7 @@ TAB completes after what `hardpoint completion --help` says.
 Guides and reference: docs/ of the source, from docs/command-line.md on."""
 
 _Load = Callable[..., tuple[EngineConfig, ConfigSources]]
+_Restart = Literal["never", "on_failure"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,11 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:  # set by the script that `hardpoint completion` prints
         return _complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    given = global_options(arguments)
-    messages = Messages(getattr(given, "verbosity", None), getattr(given, "log_format", None))
+    shared = global_options(arguments)
+    messages = Messages(getattr(shared, "verbosity", None), getattr(shared, "log_format", None))
     try:
         with messages:
-            code = _exit_code(arguments, given, messages)
+            code = _exit_code(arguments, shared, messages)
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = _INTERRUPTED
@@ -96,10 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _exit_code(arguments: list[str], given: argparse.Namespace, messages: Messages) -> int:
+def _exit_code(arguments: list[str], shared: argparse.Namespace, messages: Messages) -> int:
     try:
         check_encoding(arguments)
-        return _run(arguments, given, messages)
+        return _run(arguments, shared, messages)
     except SystemExit as done:  # how argparse ends, after --help for one
         return done.code if isinstance(done.code, int) else 2
     except HardpointError as error:
@@ -118,15 +119,15 @@ def _complete() -> int:
     return 1
 
 
-def _loader(given: argparse.Namespace) -> _Load:
+def _loader(shared: argparse.Namespace) -> _Load:
     """Return a function that loads the configuration that a command line asks for.
 
-    It takes further settings, and another model, which come after those of the command line.
+    It takes further settings, and another model, which override the command line's.
     """
 
     def load(*further: str, model: str | None = None) -> tuple[EngineConfig, ConfigSources]:
-        settings = [*getattr(given, "set", []), *further]
-        path, usual = getattr(given, "config", None), getattr(given, "model", None)
+        settings = [*getattr(shared, "set", []), *further]
+        path, usual = getattr(shared, "config", None), getattr(shared, "model", None)
         return load_config(path, settings=settings, model=model or usual)
 
     return load
@@ -140,8 +141,8 @@ def _config_type(load: _Load) -> type[EngineConfig]:
         return default_config_type()
 
 
-def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) -> int:
-    load = _loader(given)
+def _run(arguments: list[str], shared: argparse.Namespace, messages: Messages) -> int:
+    load = _loader(shared)
     parser, commands, problem = _prepare(load)
     for warning in unknown_variables():
         _log.warning("%s", warning)
@@ -162,7 +163,7 @@ def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) ->
         return 0
     owned = commands[options.command]
     try:
-        code = owned.command.run(options, _context(load, problem, messages, given))
+        code = owned.command.run(options, _context(load, problem, messages, shared))
     except (HardpointError, SystemExit, KeyboardInterrupt, BrokenPipeError):
         raise
     except BaseException as error:
@@ -186,7 +187,7 @@ def _missing_demo_model(name: str) -> str:
 
 
 def _prepare(load: _Load) -> tuple[ProgramParser, OwnedCommands, HardpointError | None]:
-    """Return the parser and commands as configured, or the default ones and what is wrong.
+    """Return the parser and commands as configured, or the default ones and the error.
 
     So help and `hardpoint config` work while the configuration does not. Whatever needs plugins
     raises what is wrong.
@@ -219,41 +220,41 @@ def _serve_on_ray(
 
 
 def _context(
-    load: _Load, problem: HardpointError | None, messages: Messages, given: argparse.Namespace
+    load: _Load, problem: HardpointError | None, messages: Messages, options: argparse.Namespace
 ) -> CommandContext:
     def check() -> None:
         if problem is not None:
             raise problem
 
-    def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
+    def load_catalog(config: EngineConfig, sources: ConfigSources) -> PluginCatalog:
         check()
-        return Catalog(resolve_plugins(config, config_sources), config, config_sources)
+        return Catalog(resolve_plugins(config, sources), config, sources)
 
-    def open_model(config: EngineConfig, config_sources: ConfigSources) -> Generator:
+    def open_model(config: EngineConfig, sources: ConfigSources) -> Generator:
         check()
         from .llm import open_resolved  # noqa: PLC0415 - torch takes a second to import
 
         if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
             messages.show_log()
-        return open_resolved(config, config_sources, progress=False if messages.quiet else None)
+        return open_resolved(config, sources, progress=False if messages.quiet else None)
 
     def open_async(
-        config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
+        config: EngineConfig, sources: ConfigSources, restart: _Restart
     ) -> AsyncGenerator:
         check()
         from .async_llm import open_resolved  # noqa: PLC0415 - torch takes a second to import
 
         messages.show_log()
-        return open_resolved(config, config_sources, restart=restart)
+        return open_resolved(config, sources, restart=restart)
 
     def open_workers(
-        config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
+        config: EngineConfig, sources: ConfigSources, restart: _Restart
     ) -> WorkerGroup:
         check()
         from .workers.owner import open_workers as opened  # noqa: PLC0415 - as above
 
         messages.show_log()
-        return opened(config, config_sources, restart)
+        return opened(config, sources, restart)
 
     return CommandContext(
         load_config=load,
@@ -274,13 +275,13 @@ def _context(
         open_journal=_open_journal,
         measure_startup=_measure_startup,
         resolve_plugins=resolve_plugins,
-        check_config=functools.partial(_check_config, given),
+        check_config=functools.partial(_check_config, options),
     )
 
 
-def _check_config(given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    path, settings = getattr(given, "config", None), getattr(given, "set", [])
-    errors = find_errors(path, settings=settings, model=getattr(given, "model", None))
+def _check_config(shared: argparse.Namespace) -> tuple[list[str], list[str]]:
+    path, settings = getattr(shared, "config", None), getattr(shared, "set", [])
+    errors = find_errors(path, settings=settings, model=getattr(shared, "model", None))
     return errors, unknown_variables()
 
 
@@ -302,16 +303,16 @@ def _open_journal(path: str, anyway: bool) -> JournalUse:
     return JournalFile(path, anyway=anyway)
 
 
-def _check_plugin(*given: Any) -> Iterator[Mapping[str, Any]]:
+def _check_plugin(*args: Any) -> Iterator[Mapping[str, Any]]:
     from hardpoint.testing.checking.parent import check_plugin  # noqa: PLC0415 - needs torch
 
-    return check_plugin(*given)
+    return check_plugin(*args)
 
 
-def _simulate(*given: Any, **named: Any) -> Iterator[Mapping[str, Any]]:
+def _simulate(*args: Any, **named: Any) -> Iterator[Mapping[str, Any]]:
     from hardpoint.simulation import simulate  # noqa: PLC0415 - needs torch
 
-    return simulate(*given, **named)
+    return simulate(*args, **named)
 
 
 def _calibrate(
@@ -355,7 +356,7 @@ def _parser(commands: OwnedCommands) -> ProgramParser:
     parser = ProgramParser(
         prog="hardpoint",
         usage="hardpoint [options] COMMAND ...",
-        description="Run a language model, every part of which is a plugin.",
+        description="Run a language model. Every component is a plugin.",
         epilog="`hardpoint COMMAND --help` shows more about a command.",
     )
     parser.add_argument("--version", action="version", version=f"hardpoint {installed_version()}")

@@ -1,4 +1,4 @@
-"""Completion of the command line: what a shell that has run `hardpoint completion` asks for."""
+"""Completion of the command line for shells that have run `hardpoint completion`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["arguments_before_cursor", "complete"]
 
 def arguments_before_cursor() -> list[str]:
     """Return the arguments before the word that is completed."""
-    *_, given, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
-    if given[1:] and given[-1].startswith("-"):
-        given.pop()  # its value is being typed
-    return given[1:]
+    *_, arguments, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    if arguments[1:] and arguments[-1].startswith("-"):
+        arguments.pop()  # its value is being typed
+    return arguments[1:]
 
 
 def complete(parser: ProgramParser, config_type: type[EngineConfig]) -> None:
-    """Print what the word under the cursor may become, as argcomplete's scripts read it; exit.
+    """Print the completions of the word under the cursor, as argcomplete's scripts read it; exit.
 
     An argument's values follow from its metavar, so that commands of plugins have them too.
 
     Args:
         parser: parser of the program.
-        config_type: type of the configuration whose settings are offered.
+        config_type: type of the configuration with the settings to offer.
     """
     completers: dict[str, Callable[..., Iterable[str]]] = {
         **_COMPLETERS,

@@ -141,7 +141,7 @@ class ModelError(HardpointError):
 
 
 class RequestError(HardpointError, ValueError):
-    """A request is wrong; the message names the field, its value and what would be right."""
+    """A request is wrong; the message names the field, its value and the expected one."""
 
 
 class OverloadedError(RequestError):

@@ -66,7 +66,7 @@ class PromptImages:
         return self._parts.read_media(_IMAGE, _WhileWanted(images, self._check_wanted))
 
     def prompt(self, prompt: Any, place: str = "") -> Any:
-        """Return a prompt whose images are read; any other prompt as it is.
+        """Return a prompt with its images read; any other prompt as it is.
 
         The engine refuses images for a model that takes none.
 
@@ -79,8 +79,8 @@ class PromptImages:
         if not self.tokens or not has_unread_images(prompt):
             return prompt
         media = prompt[_MEDIA]
-        given = media[_IMAGE]
-        listed = copied(given, f"{_MEDIA}.{_IMAGE}") if is_list(given) else [given]
+        images = media[_IMAGE]
+        listed = copied(images, f"{_MEDIA}.{_IMAGE}") if is_list(images) else [images]
         read = self.read(
             [(f"{place}{_MEDIA}.{_IMAGE}[{index}]", image) for index, image in enumerate(listed)]
         )
@@ -119,7 +119,7 @@ class ImageThreads:
         self._closed = threading.Event()
 
     async def prompt(self, prompt: Any) -> Any:
-        """Return a prompt whose images are read.
+        """Return a prompt with its images read.
 
         Raises:
             RequestError: an image is wrong, or above a limit; the message names it.
@@ -144,8 +144,8 @@ class ImageThreads:
             EngineClosedError: it was closed while it had images to read.
         """
         tokenizer, images = self._parts.tokenizer, PromptImages(self._parts)
-        if images.tokens and (given := _images_of(messages)):
-            return await self._run(lambda images: render(tokenizer, messages, images), given)
+        if images.tokens and (sources := _images_of(messages)):
+            return await self._run(lambda images: render(tokenizer, messages, images), sources)
         return await asyncio.to_thread(render, tokenizer, messages, images)
 
     def close(self) -> None:
@@ -155,11 +155,11 @@ class ImageThreads:
             for queue in self._queues.values():
                 queue.threads.shutdown(wait=False)
 
-    async def _run(self, read: Callable[[PromptImages], T], given: Sequence[Any]) -> T:
+    async def _run(self, read: Callable[[PromptImages], T], images: Sequence[Any]) -> T:
         """Read images in a thread of their owner.
 
         Args:
-            given: the images, as they were given.
+            images: the images, as they were given.
         """
         gone = threading.Event()
 
@@ -167,27 +167,27 @@ class ImageThreads:
             if gone.is_set() or self._closed.is_set():
                 raise _closed()
 
-        running = self._submit(lambda: read(PromptImages(self._parts, check_wanted)), given)
+        running = self._submit(lambda: read(PromptImages(self._parts, check_wanted)), images)
         try:
             return await asyncio.wrap_future(running)
         finally:
             gone.set()
 
-    def _submit(self, read: Callable[[], T], given: Sequence[Any]) -> Future[T]:
-        owner = next((image.owner for image in given if isinstance(image, ImageSource)), "")
+    def _submit(self, read: Callable[[], T], images: Sequence[Any]) -> Future[T]:
+        owner = next((image.owner for image in images if isinstance(image, ImageSource)), "")
         with self._lock:
             if self._closed.is_set():
                 raise _closed()
             queue = self._queues.setdefault(owner, _Queue())
-            if owner and queue.count and queue.count + len(given) > self._max_queued:
+            if owner and queue.count and queue.count + len(images) > self._max_queued:
                 raise OverloadedError(
                     f"overloaded: {queue.count} images of this key are being read or wait, and "
-                    f"{len(given)} more would be above the maximum, {self._max_queued} "
+                    f"{len(images)} more would be above the maximum, {self._max_queued} "
                     f"(images.max_queued); try again later"
                 )
-            queue.count += len(given)
+            queue.count += len(images)
             running = queue.threads.submit(read)
-        running.add_done_callback(lambda _: self._done(owner, queue, len(given)))
+        running.add_done_callback(lambda _: self._done(owner, queue, len(images)))
         return running
 
     def _done(self, owner: str, queue: _Queue, count: int) -> None:
@@ -210,7 +210,9 @@ def _closed() -> EngineClosedError:
 
 
 def _images_of(messages: Any) -> list[Any]:
-    plain = [one for one in messages if isinstance(one, dict)] if is_list(messages) else []
+    plain = (
+        [message for message in messages if isinstance(message, dict)] if is_list(messages) else []
+    )
     contents = [message.get("content") for message in plain]
     parts = [
         part
@@ -219,8 +221,8 @@ def _images_of(messages: Any) -> list[Any]:
         for part in content
         if isinstance(part, dict) and part.get("type") in IMAGE_PARTS
     ]
-    given = [part.get("image_url") for part in parts]
-    return [url.get("url") if isinstance(url, dict) else url for url in given]
+    urls = [part.get("image_url") for part in parts]
+    return [url.get("url") if isinstance(url, dict) else url for url in urls]
 
 
 def image_of(part: dict[Any, Any], type_: str, path: str) -> tuple[str, Any]:
@@ -230,16 +232,16 @@ def image_of(part: dict[Any, Any], type_: str, path: str) -> tuple[str, Any]:
         RequestError: it has none, or something else besides.
     """
     names = ("image", "url", "path") if type_ == "image" else ("image_url",)
-    given = [name for name in names if part.get(name) is not None]
+    present = [name for name in names if part.get(name) is not None]
     for name in part:
         if name not in ("type", "detail", *names) and part[name] is not None:
             raise RequestError(
                 f"{path}.{shown(name)[1:-1]}: not supported; a part of the type {type_!r} has "
                 f"{' or '.join(names)}"
             )
-    if len(given) != 1:
-        raise RequestError(f"{path}: expected {' or '.join(names)}, got {len(given)} of them")
-    (name,) = given
+    if len(present) != 1:
+        raise RequestError(f"{path}: expected {' or '.join(names)}, got {len(present)} of them")
+    (name,) = present
     value, place, details = part[name], f"{path}.{name}", [part.get("detail")]
     if name == "image_url" and isinstance(value, Mapping):
         fields, place = dict(copied(value, place)), f"{place}.url"

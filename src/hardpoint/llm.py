@@ -133,19 +133,19 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
             "tokenizer.path": tokenizer,
         }
         check_progress(progress)
-        handed = handed_over(plugins, "LLM")
-        resolved, config_sources = config_from(config, overrides, handed=handed)
-        self._open(resolved, config_sources, progress, handed)
+        passed_plugins = handed_over(plugins, "LLM")
+        resolved, config_sources = config_from(config, overrides, passed_plugins=passed_plugins)
+        self._open(resolved, config_sources, progress, passed_plugins)
 
     def _open(
         self,
         config: EngineConfig,
         config_sources: ConfigSources,
         progress: bool | None,
-        handed: Sequence[InstalledPlugin] = (),
+        installed: Sequence[InstalledPlugin] = (),
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
-        self._engine = open_engine(config, config_sources, handed, draws=self._draws_progress)
+        self._engine = open_engine(config, config_sources, installed, draws=self._draws_progress)
         self._files, parts = WeightFiles(), self._engine.parts
         self._requests, self._groups = sync_groups(self._engine, self._files)
         self._conversations = open_conversations(parts.config, parts.clock)
@@ -221,7 +221,7 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> OutputStream:
-        """Complete one prompt; iterate over what it returns for outputs as they come.
+        """Complete one prompt; return an iterator over outputs as they come.
 
         Each has what is new, unless `sampling_params.output_kind` is FINAL_ONLY. Leaving the loop
         early aborts the request.
@@ -244,7 +244,7 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
         early aborts those that run.
 
         Args:
-            requests: prompts with their parameters; None is what the model's files recommend.
+            requests: prompts with their parameters; None is the model's recommendation.
 
         Yields:
             The position of a prompt, and its output; or its error, if it is refused.
@@ -262,7 +262,7 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
         keep_last: bool = True,
         **options: Unpack[ConversationOptions],
     ) -> Conversation:
-        """Open a conversation, whose prompt goes on after each answer.
+        """Open a conversation: a prompt that continues after each answer.
 
         Args:
             sampling_params: parameters of its turns, until one has others; None is what the model's
@@ -293,7 +293,7 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
         sampling_params: SamplingParams | None = None,
         **options: Unpack[ChatRequestOptions],
     ) -> OutputStream:
-        """Answer one conversation; iterate over what it returns for outputs as they come.
+        """Answer one conversation; return an iterator over outputs as they come.
 
         Args:
             messages: as for `chat`.

@@ -40,7 +40,7 @@ def report_model(
     Args:
         config: names the model.
         config_sources: for messages.
-        lengths: lengths of requests whose KV cache is computed; by default a usual and the longest.
+        lengths: lengths of requests to compute the KV cache of; by default a usual and the longest.
 
     Raises:
         HardpointError: as opening the model does before its weights are read, but not for a lack
@@ -74,7 +74,7 @@ def _report(
     ops: Ops,
     backend: AttentionBackend,
 ) -> ModelReport:
-    """Return the report of all stages, each of which its first rank stands for.
+    """Return the report of all stages, by the first rank of each.
 
     Args:
         shares: the share of each stage.
@@ -154,11 +154,11 @@ def _cache_bytes(share: PlannedModel, spec: WorkerSpec) -> tuple[int, str]:
 def _context(share: PlannedModel, config: EngineConfig, length: int, longest: int) -> ContextMemory:
     request = share.estimate.request
     null = request.needs.num_null_blocks * request.bytes_per_block
-    one = request.of(length)
+    request_bytes = request.of(length)
     return ContextMemory(
         num_tokens=length,
-        one_request=one,
-        all_requests=(one - null) * config.scheduler.max_num_seqs + null,
+        one_request=request_bytes,
+        all_requests=(request_bytes - null) * config.scheduler.max_num_seqs + null,
         fits=length <= longest,
     )
 
@@ -174,11 +174,11 @@ def _groups(spec: WorkerSpec, shares: Sequence[PlannedModel]) -> list[WeightGrou
             count = math.prod(share.checked.shapes[name])
             groups[stored, held].append((weight, count, name not in seen))
             seen.add(name)
-    found = []
+    listed = []
     for (stored, held), weights in groups.items():
         first = [(weight, count) for weight, count, is_new in weights if is_new]
         sizes = [weight.stored.num_bytes for weight, _ in first if weight.stored is not None]
-        found.append(
+        listed.append(
             WeightGroup(
                 stored=stored,
                 held=held,
@@ -189,7 +189,7 @@ def _groups(spec: WorkerSpec, shares: Sequence[PlannedModel]) -> list[WeightGrou
                 * spec.config.parallel.tensor,
             )
         )
-    return sorted(found, key=lambda group: -group.held_bytes)
+    return sorted(listed, key=lambda group: -group.held_bytes)
 
 
 def _dtype(spec: WorkerSpec) -> str:

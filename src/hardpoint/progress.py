@@ -63,14 +63,14 @@ class _Lines:
         self._next = time.monotonic() + _SECONDS_PER_LINE
         self._reported: set[str] = set()
 
-    def report(self, what: str, done: int, total: int, note: str) -> None:
+    def report(self, task: str, done: int, total: int, note: str) -> None:
         now = time.monotonic()
-        is_end = done >= total and (self._is_asked_for or what in self._reported)
+        is_end = done >= total and (self._is_asked_for or task in self._reported)
         if now < self._next and not is_end:
             return
-        self._reported.add(what)
+        self._reported.add(task)
         self._next = now + _SECONDS_PER_LINE
-        print(f"{what}: {done}/{total}{note and f', {note}'}", file=self._stream, flush=True)
+        print(f"{task}: {done}/{total}{note and f', {note}'}", file=self._stream, flush=True)
 
 
 class ProgressDisplay:
@@ -107,19 +107,19 @@ class ProgressDisplay:
     ) -> None:
         self._draw(lambda bars: bars.stop())
 
-    def report(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Show that `done` of `total` steps of `what` are over."""
+    def report(self, task: str, done: int, total: int, note: str = "") -> None:
+        """Show that `done` of `total` steps of `task` are over."""
 
         if self._lines is not None:
             try:
-                self._lines.report(what, done, total, note)
+                self._lines.report(task, done, total, note)
             except (OSError, ValueError):
                 self._lines = None
             return
-        self._draw(lambda bars: bars.report(what, done, total, note))
+        self._draw(lambda bars: bars.report(task, done, total, note))
 
     def _draw(self, change: Callable[[ProgressBars], None]) -> None:
-        """Change what is drawn; a stream that fails ends the drawing, never the call."""
+        """Change the bars; a stream that fails ends the drawing, never the call."""
         if self._bars is None:
             return
         try:

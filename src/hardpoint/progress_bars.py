@@ -18,7 +18,7 @@ __all__ = ["ProgressBars"]
 
 
 class ProgressBars:
-    """A bar for each thing that is reported, on a terminal whose cursor can move."""
+    """A bar for each reported task, on a terminal with a movable cursor."""
 
     def __init__(self, stream: TextIO) -> None:
         """`stream` is standard error."""
@@ -41,8 +41,8 @@ class ProgressBars:
         """Stop drawing and clear the bars."""
         self._progress.stop()
 
-    def report(self, what: str, done: int, total: int, note: str) -> None:
-        """Show that `done` of `total` steps of `what` are over."""
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what, total=total, note=note)
-        self._progress.update(self._tasks[what], completed=done, total=total, note=note)
+    def report(self, task: str, done: int, total: int, note: str) -> None:
+        """Show that `done` of `total` steps of `task` are over."""
+        if task not in self._tasks:
+            self._tasks[task] = self._progress.add_task(task, total=total, note=note)
+        self._progress.update(self._tasks[task], completed=done, total=total, note=note)

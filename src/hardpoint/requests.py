@@ -96,7 +96,7 @@ _DOCS = (
 
 
 def takes_options(call: Call) -> Call:
-    """Check the keywords of a call whose last parameter is `**options: Unpack[...]`.
+    """Check the keywords of a call with `**options: Unpack[...]` as its last parameter.
 
     A wrong one is a TypeError of the call itself, also of one that returns an iterator. `help` and
     completions show each keyword as if the signature had it.
@@ -110,14 +110,14 @@ def takes_options(call: Call) -> Call:
     known = [parameter.name for parameter in parameters[1:]]
 
     @functools.wraps(call)
-    def checked(*args: Any, **given: Any) -> Any:
-        for name in given:
+    def checked(*args: Any, **keywords: Any) -> Any:
+        for name in keywords:
             if name not in known:
                 raise TypeError(
                     f"{call.__qualname__}() got an unexpected keyword argument {name!r}"
                     f"{suggest(name, known)}"
                 )
-        return call(*args, **given)
+        return call(*args, **keywords)
 
     checked.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     if call.__doc__:
@@ -149,9 +149,9 @@ def draws_progress(options: GenerateOptions, *, default: bool) -> bool:
     Raises:
         RequestError: it is something else than a bool or None.
     """
-    if not isinstance(given := options.pop("use_tqdm", None), bool | None):
-        raise RequestError(f"use_tqdm: expected true, false or None, got {shown(given)}")
-    return default if given is None else given
+    if not isinstance(use_tqdm := options.pop("use_tqdm", None), bool | None):
+        raise RequestError(f"use_tqdm: expected true, false or None, got {shown(use_tqdm)}")
+    return default if use_tqdm is None else use_tqdm
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -201,12 +201,12 @@ def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 def make_extras(**fields: Any) -> RequestExtras:
     """Return a request's extras; fields that are None keep their defaults."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    return RequestExtras(**given) if given else NO_EXTRAS
+    present = {name: value for name, value in fields.items() if value is not None}
+    return RequestExtras(**present) if present else NO_EXTRAS
 
 
 def make_requests(prompts: Sequence[Any], params: Any, **extras: Any) -> list[Request]:
-    """Return prompts with their parameters and extras, whose outputs come at the end only.
+    """Return prompts with their parameters and extras; outputs come at the end only.
 
     Args:
         params, extras: values for all prompts, or lists of one per prompt.
@@ -220,10 +220,10 @@ def make_requests(prompts: Sequence[Any], params: Any, **extras: Any) -> list[Re
     return [
         (
             prompt,
-            with_output_kind(own, RequestOutputKind.FINAL_ONLY),
+            with_output_kind(prompt_params, RequestOutputKind.FINAL_ONLY),
             make_extras(**{name: column[index] for name, column in columns.items()}),
         )
-        for index, (prompt, own) in enumerate(zip(prompts, all_params, strict=True))
+        for index, (prompt, prompt_params) in enumerate(zip(prompts, all_params, strict=True))
     ]
 
 
@@ -233,9 +233,9 @@ def make_pooling_requests(prompts: Sequence[Any], params: Any, **extras: Any) ->
     Raises:
         RequestError: a list has another length, or parameters are no PoolingParams.
     """
-    for one in one_per_prompt("pooling_params", params, len(prompts)):
-        if not isinstance(one, PoolingParams):
-            raise RequestError(f"pooling_params: expected PoolingParams, got {type(one).__name__}")
+    for item in one_per_prompt("pooling_params", params, len(prompts)):
+        if not isinstance(item, PoolingParams):
+            raise RequestError(f"pooling_params: expected PoolingParams, got {type(item).__name__}")
     return make_requests(prompts, params, **extras)
 
 
@@ -248,8 +248,8 @@ def check_generates(params: Any) -> None:
     if isinstance(params, SamplingParams):
         return
     listed = copied(params, "sampling_params") if is_list(params) else [params]
-    for one in listed:
-        if isinstance(one, PoolingParams):
+    for item in listed:
+        if isinstance(item, PoolingParams):
             raise RequestError(
                 "sampling_params: expected SamplingParams, got PoolingParams, which encode takes"
             )
@@ -260,8 +260,8 @@ def with_place(error: HardpointError, name: str) -> HardpointError:
     if not isinstance(error, RequestError):
         return error
     message = str(error)
-    if (found := _PROMPT.match(message)) is not None:
-        return type(error)(name + message[found.end() :])
+    if (match := _PROMPT.match(message)) is not None:
+        return type(error)(name + message[match.end() :])
     return type(error)(f"{name}.{message}") if _OF_PAIR.match(message) else error
 
 
@@ -311,7 +311,7 @@ class OpenCalls:
         Args:
             outputs: outputs of the call, if it has added requests before.
             sent: gets each request as the engine got it.
-            name: what messages call the list of prompts; empty for one prompt.
+            name: name of the list of prompts in messages; empty for one prompt.
 
         Returns:
             Their ids.
@@ -337,7 +337,7 @@ class OpenCalls:
         """Add the prompts of a call in one message; if one is refused, none runs.
 
         Args:
-            name: what messages call the list of prompts, with the index of the refused one.
+            name: name of the list of prompts in messages, with the index of the refused one.
 
         Returns:
             Their ids.

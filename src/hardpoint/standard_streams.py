@@ -1,4 +1,4 @@
-"""The program's standard streams: what they take, and how messages are written to them."""
+"""The program's standard streams: their encoding, and output of messages to them."""
 
 from __future__ import annotations
 

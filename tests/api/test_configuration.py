@@ -289,7 +289,7 @@ def test_a_ready_configuration_is_checked_again():
         (5, "config: expected a path, a mapping or an EngineConfig, got 5"),
         (
             {"model": object()},
-            "model: expected plain data: a builtins.object is none (from argument ",
+            "model: expected plain data: a builtins.object cannot be converted (from argument ",
         ),
         ({5: 1}, "config: expected names as keys, got 5"),
         ({"plugin": {5: {}}}, "plugin: expected names as keys, got 5"),

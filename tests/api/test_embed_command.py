@@ -78,7 +78,7 @@ WRONG = [
     (["x", "--format", "text"], "--format: it is for texts of a file; add --file PATH"),
     (["--file", "none.jsonl"], "--file: 'none.jsonl' cannot be read: No such file"),
     (["x", "--pooler", "men"], "prompts[0]: pooler: expected one of cls, last, mean"),
-    (["x", "--dimensions", "4"], "dimensions: expected none, for the model was not trained"),
+    (["x", "--dimensions", "4"], "dimensions: expected none, because the model was not trained"),
     (["x", "--output", "no/such/file"], "--output: 'no/such/file' cannot be written"),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from hardpoint.cli import main
 from hardpoint.testing import write_scripted_model
 
-PAGE = (Path(__file__).parents[2] / "docs" / "debugging-plugins.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "token-traces.md").read_text(encoding="utf-8")
 FILES = re.findall(r"^```\w+\n# file: (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SECTIONS = dict(
-    re.findall(r"^## ([^\n]+)\n.*?^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    re.findall(r"^### ([^\n]+)\n.*?^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 )
 
 
@@ -26,6 +28,7 @@ def folder(tmp_path, monkeypatch):
     write_scripted_model(tmp_path / "scripted", replies)
     for name, text in FILES:
         (tmp_path / name).write_text(text, encoding="utf-8")
+    shutil.copy(ROOT / "examples" / "faulty.py", tmp_path)
     return tmp_path
 
 
@@ -62,4 +65,4 @@ def test_a_transcript_is_what_is_printed(title, folder, capsys):
 
 
 def test_every_section_has_a_transcript():
-    assert list(SECTIONS) == re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
+    assert list(SECTIONS) == re.findall(r"^### (.+)$", PAGE, re.MULTILINE)

@@ -204,14 +204,14 @@ class TestLines:
         (["p.jsonl", "--resume"], "--resume: it needs an answer file; add --output PATH"),
         (
             ["p.jsonl", "--output", "/dev/null", "--resume"],
-            "--resume: expected a file as --output, '/dev/null' is none",
+            "--resume: expected a regular file as --output, got '/dev/null'",
         ),
         (["p.jsonl", "--output", "no/a"], "--output: 'no/a' cannot be opened: No such file"),
         (["p.jsonl", "--output", "a\0b"], "--output: 'a\\x00b' cannot be opened: embedded null"),
         (["p.jsonl", "--output", "."], "--output: '.' cannot be opened: Is a directory"),
         (
             ["p.jsonl", "--output", "./p.jsonl", "--overwrite"],
-            "--output: expected another file than that of --file, './p.jsonl'",
+            "--output: expected another file than --file, got './p.jsonl'",
         ),
     ],
 )

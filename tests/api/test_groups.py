@@ -159,7 +159,7 @@ def test_a_program_with_old_names_gets_the_same_results(scripted):
         tokens = [token for output in stream for token in output.outputs[0].token_ids]
         (last,) = llm.fork(stream, tokens[:2])
         assert [*tokens[:2], *last.outputs[0].token_ids] == tokens
-        with pytest.raises(RequestError, match="stream: expected that of `stream`, got str"):
+        with pytest.raises(RequestError, match="stream: expected the result of `stream`, got str"):
             llm.fork("0", [])
         llm.set_policy("priority")
         llm.set_plugins(disable=["penalties"])

@@ -142,9 +142,9 @@ class TestWhatIsWrong:
 
     def test_none_is_enabled(self, scripted):
         with LLM(config=scripted_config(scripted)) as llm:
-            with pytest.raises(RequestError, match="^data: expected none, for no IO processor is"):
+            with pytest.raises(RequestError, match="^data: expected none, because no IO"):
                 llm.plugins.process(ROWS)
-            expected = "^io_processor: expected none, for no .*enabled.*, got 'spans'"
+            expected = "^io_processor: expected none, because no .*enabled.*, got 'spans'"
             with pytest.raises(RequestError, match=expected):
                 llm.plugins.process(ROWS, "spans")
 

@@ -171,7 +171,7 @@ def test_chat(llm):
 def test_numbers_of_numpy_are_numbers(llm):
     params = SamplingParams(temperature=np.float32(0.0), max_tokens=np.int64(4))
     assert text(llm.generate("say abc", params)[0]) == " abc"
-    with pytest.raises(RequestError, match="expected plain data: a builtins.object is none"):
+    with pytest.raises(RequestError, match="expected plain data: a builtins.object cannot"):
         llm.generate("x", SamplingParams(plugin_args={"min_p": object()}))
 
 

@@ -172,7 +172,7 @@ def test_a_checkpoint_that_lacks_weights_has_no_report(capsys, tmp_path, names, 
         ({"quant_method": "awq", "bits": 3}, ": bits: expected 4, got 3"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": ACTIVATIONS}},
-            ".config_groups.g: input_activations: activations that are quantised are not supported",
+            ".config_groups.g: input_activations: activations that are quantized are not supported",
         ),
     ],
 )
@@ -224,11 +224,11 @@ def test_the_longest_request_that_fits_is_the_longest(capsys, tiny, monkeypatch)
             ("models.fallback=none",),
             "'GPT2LMHeadModel' is not supported",
         ),
-        ({}, ("quantization.use=q4_0",), "'q4_0' does not quantise weights, and"),
+        ({}, ("quantization.use=q4_0",), "'q4_0' does not quantize weights, and"),
         (
             {},
             ("quantization.use=int9",),
-            "quantization.use: no quantisation scheme 'int9' is enabled (did you mean 'int8'?); "
+            "quantization.use: no quantization scheme 'int9' is enabled (did you mean 'int8'?); "
             "expected auto, none, or one of ",
         ),
         ({}, ("quantization.use=off",), "tq2_0 (from argument --set quantization.use)"),
@@ -282,8 +282,8 @@ def test_a_missing_scheme_is_named_with_the_weight_and_the_loader(capsys, tiny, 
     monkeypatch.setattr(DummyLoader, "formats", lambda *_: formats)
     assert main(["models", "show", str(tiny), *settings_of()]) == 2
     error = capsys.readouterr().err
-    assert f"weight 'lm_head.weight' of '{tiny}': the loader 'dummy' says that it is st" in error
-    assert "stored in 'q9', which is no quantisation scheme that is enabled; enabled: " in error
+    assert f"weight 'lm_head.weight' of '{tiny}': the loader 'dummy' reports storage in" in error
+    assert "storage in 'q9', which is no enabled quantization scheme; enabled: " in error
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ PROGRAM = "hardpoint [options] COMMAND ..."
         ("generate x --top-p=", "--top-p: expected a number, got ''", GENERATE),
         (
             "generate x --stop -x",
-            "--stop: a value is missing; one that begins with - is written --stop=-...",
+            "--stop: a value is missing; write one with a leading - as --stop=-...",
             GENERATE,
         ),
         (

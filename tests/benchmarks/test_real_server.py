@@ -16,9 +16,9 @@ def test_a_soak_of_a_real_server_passes(tmp_path):
     output = run(sys.executable, script, *short, cwd=tmp_path)
     print(f"\n[measured] {output}")
     assert output.rstrip().endswith("soak: PASSED: nothing is left, no answer is wrong")
-    found = json.loads((tmp_path / "found.json").read_text())["without"]
-    assert found["different"] == 0
-    assert found["compared"] > 100
-    assert len(found["left"]) == 5
-    assert sum(found["failed"].values()) > 0
-    assert {"requests running", "requests waiting", "KV cache usage"} <= found["metrics"].keys()
+    result = json.loads((tmp_path / "found.json").read_text())["without"]
+    assert result["different"] == 0
+    assert result["compared"] > 100
+    assert len(result["left"]) == 5
+    assert sum(result["failed"].values()) > 0
+    assert {"requests running", "requests waiting", "KV cache usage"} <= result["metrics"].keys()

@@ -57,8 +57,8 @@ def test_an_engine_that_does_not_open_is_reported(monkeypatch, tmp_path, capsys)
     )
     monkeypatch.setattr(engines, "PROGRAM", str(program))
     peers = {"first": Peer("works"), "second": Peer("broken")}
-    with opened(peers, tmp_path, {"hardpoint": sys.executable}) as found:
-        assert list(found) == ["first"]
+    with opened(peers, tmp_path, {"hardpoint": sys.executable}) as opened_engines:
+        assert list(opened_engines) == ["first"]
     assert "second is not measured: ValueError: no such model" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no such model"), opened({"a": peers["second"]}, tmp_path):
         pass

@@ -1,4 +1,4 @@
-"""The soak of several engines tells lost requests from those that end by a limit."""
+"""The soak of several engines tells lost requests from requests that a limit ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak notices what is left, and what is wrong."""
+"""The soak notices leaks and wrong answers."""
 
 from __future__ import annotations
 
@@ -73,26 +73,26 @@ def run(monkeypatch, capsys, tmp_path):
                 soak.main()
             except SystemExit as end:
                 code = end.code
-        found = json.loads((tmp_path / "found.json").read_text())
-        return code, capsys.readouterr().out, found["without"]
+        result = json.loads((tmp_path / "found.json").read_text())
+        return code, capsys.readouterr().out, result["without"]
 
     return run
 
 
 def test_nothing_is_left(run):
-    code, output, found = run(answer, lambda: IDLE, "--pid", str(os.getpid()), "--memory", "200")
-    assert found["problems"] == []
+    code, output, result = run(answer, lambda: IDLE, "--pid", str(os.getpid()), "--memory", "200")
+    assert result["problems"] == []
     assert output.rstrip().endswith("soak: PASSED: nothing is left, no answer is wrong")
     assert code == 0
-    assert set(found["left"]) <= {point.value for point in Point}
-    assert found["left"]
-    assert found["ends"]["all: survived"] > 0
-    assert found["failed"].keys() == {"stream: logits processor 'fails_at': apply failed"}
-    assert found["compared"] > 0
-    assert found["different"] == 0
-    assert found["ends"]["all: whole"] > 0
-    assert found["times"]["all"]["ttft"]["p50"] > 0
-    assert found["before"]["descriptors"] >= found["after"]["descriptors"]
+    assert set(result["left"]) <= {point.value for point in Point}
+    assert result["left"]
+    assert result["ends"]["all: survived"] > 0
+    assert result["failed"].keys() == {"stream: logits processor 'fails_at': apply failed"}
+    assert result["compared"] > 0
+    assert result["different"] == 0
+    assert result["ends"]["all: whole"] > 0
+    assert result["times"]["all"]["ttft"]["p50"] > 0
+    assert result["before"]["descriptors"] >= result["after"]["descriptors"]
 
 
 def test_wrong_answers_are_noticed(run):
@@ -101,11 +101,11 @@ def test_wrong_answers_are_noticed(run):
             return Answer(chunks=body["max_tokens"] + 1)
         return answer(number, body, running)
 
-    code, output, found = run(wrong)
+    code, output, result = run(wrong)
     assert code == 1
-    (problem,) = found["problems"]
+    (problem,) = result["problems"]
     assert Counts(compared=20, wrong=["one"]).problems(0.05) == []
-    assert problem.endswith(f"of {found['compared']} answers differ from those without load")
+    assert problem.endswith(f"of {result['compared']} answers differ from answers without load")
     assert output.rstrip().endswith("soak: FAILED")
 
 
@@ -115,11 +115,11 @@ def test_failures_of_other_requests_are_noticed(run):
             return Answer(status=500, body="{}")
         return answer(number, body, running)
 
-    code, _, found = run(failing, lambda: IDLE, "--faulty", "0", "--disconnects", "0")
+    code, _, result = run(failing, lambda: IDLE, "--faulty", "0", "--disconnects", "0")
     assert code == 1
-    assert found["lost"].keys() == {"all: 500 {}"}
-    expected = f"{found['lost']['all: 500 {}']} requests without a fault of their own failed"
-    assert found["problems"] == [expected]
+    assert result["lost"].keys() == {"all: 500 {}"}
+    expected = f"{result['lost']['all: 500 {}']} requests without a fault of their own failed"
+    assert result["problems"] == [expected]
 
 
 def test_what_is_left_in_the_engine_is_noticed(run):
@@ -132,17 +132,17 @@ def test_what_is_left_in_the_engine_is_noticed(run):
     for old, new in left.items():
         assert old in text
         text = text.replace(old, new)
-    code, _, found = run(answer, lambda: text)
+    code, _, result = run(answer, lambda: text)
     assert code == 1
     expected = ["requests running: 7", "requests waiting: 3", "KV cache usage: not in /metrics"]
-    assert [f"left after the load: {what}" for what in expected] == found["problems"][-3:]
+    assert [f"left after the load: {figure}" for figure in expected] == result["problems"][-3:]
 
 
 def test_a_growing_number_of_tasks_is_noticed(run):
     numbers = iter(range(1000))
-    code, _, found = run(answer, lambda: f"{IDLE}hardpoint:asyncio_tasks {next(numbers)}\n")
+    code, _, result = run(answer, lambda: f"{IDLE}hardpoint:asyncio_tasks {next(numbers)}\n")
     assert code == 1
-    assert found["problems"] == ["asyncio tasks: 0 before, 1 after"]
+    assert result["problems"] == ["asyncio tasks: 0 before, 1 after"]
 
 
 def test_what_a_process_holds():

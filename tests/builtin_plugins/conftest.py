@@ -64,8 +64,8 @@ def free_port() -> Iterator[Callable[..., int]]:
         return port
 
     yield free_port
-    for one in bound:
-        one.close()
+    for listener in bound:
+        listener.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Finished answers against their whole schema: what is wrong with them, and hostile schemas."""
+"""Finished answers against their whole schema: flaws, and hostile schemas."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ HOSTILE = [
 @pytest.mark.parametrize(("schema", "answer", "reason"), HOSTILE)
 def test_a_hostile_schema_cannot_be_validated(schema, answer, reason):
     start = time.perf_counter()
-    found = validation_error(schema, answer)
-    assert found.startswith("the answer cannot be validated: ")
-    assert re.search(reason, found)
+    flaw = validation_error(schema, answer)
+    assert flaw.startswith("the answer cannot be validated: ")
+    assert re.search(reason, flaw)
     assert time.perf_counter() - start < 60
 
 
@@ -66,8 +66,8 @@ def test_a_hostile_schema_cannot_be_validated(schema, answer, reason):
     ],
 )
 def test_answers_are_validated(schema, answer, error):
-    found = validation_error(schema, answer)
-    assert found is None if error is None else error in found
+    flaw = validation_error(schema, answer)
+    assert flaw is None if error is None else error in flaw
 
 
 def test_many_items_are_validated_in_time(monkeypatch):

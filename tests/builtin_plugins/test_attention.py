@@ -184,7 +184,7 @@ def test_cache_size_is_as_bytes_per_block_returns() -> None:
 
 
 class Tables:
-    """Sequences whose blocks are chosen, so that they can share some."""
+    """Sequences with chosen blocks, so that they can share some."""
 
     def __init__(self, spec: KVSpec, *, dtype=torch.float32, block_size: int = 4) -> None:
         self.spec, self.dtype, self.block_size = spec, dtype, block_size
@@ -277,10 +277,10 @@ def test_any_tables_that_share_blocks_equal_naive_attention(data) -> None:
     sequences = []
     for index in range(data.draw(st.integers(2, 6))):
         shared = data.draw(st.sampled_from([0, 0, 3, 8, 12]))
-        own, count = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 1, 2, 5]))
-        last = -(-(2 * shared + own + count) // 2)
+        num_suffix, count = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 1, 2, 5]))
+        last = -(-(2 * shared + num_suffix + count) // 2)
         table = [*range(1, shared + 1), *range(20 * (index + 1), 20 * (index + 1) + last - shared)]
-        sequences.append((table, 2 * shared + own, count))
+        sequences.append((table, 2 * shared + num_suffix, count))
     with pytest.MonkeyPatch.context() as patch:
         package = "hardpoint.builtin_plugins.attention"
         patch.setattr(f"{package}.plan._SHARED_TOKENS", data.draw(st.sampled_from([8, 4096])))

@@ -44,7 +44,7 @@ def cached(engines, rank, length, first=0):
 
 
 def at_rank_7(balancer):
-    """Return a balancer whose session "s" ran at the engine of rank 7."""
+    """Return a balancer with a session "s" at the engine of rank 7."""
     engines = loaded(*[(9, 9999)] * 7, (0, 0))
     for number in range(100):
         if engines.choose(balancer, ask(30, f"a{number}", "s")).rank == 7:
@@ -99,26 +99,26 @@ class TestLeastCost:
 
         def cost(place):
             engine = engines.views[place]
-            found = engine.cached_prefix_tokens(request)
-            work = engine.pending_prompt_tokens + 64 * engine.in_flight - found
+            num_cached = engine.cached_prefix_tokens(request)
+            work = engine.pending_prompt_tokens + 64 * engine.in_flight - num_cached
             return work, engine.in_flight, (place - turns) % len(loads)
 
         assert balancer.choose(request, engines.views) == min(range(len(loads)), key=cost)
 
     def test_prefixes_are_looked_up_where_they_can_matter(self):
         engines = loaded((0, 100), (0, 0), (0, 21), (0, 20))
-        asked = []
+        ranks = []
         for engine in engines.views:
-            engine.cached_prefix_tokens = lambda _, rank=engine.rank: asked.append(rank) or 0
+            engine.cached_prefix_tokens = lambda _, rank=engine.rank: ranks.append(rank) or 0
         assert build(LeastCost).choose(ask(20), engines.views) == 1
-        assert asked == [0, 1, 3]
+        assert ranks == [0, 1, 3]
 
 
 class TestTwoChoices:
     def test_it_looks_at_two_engines(self):
         class Views(list):
             def __getitem__(self, place):
-                asked.add(place)
+                views.add(place)
                 return list.__getitem__(self, place)
 
             def __iter__(self):
@@ -126,9 +126,9 @@ class TestTwoChoices:
 
         engines, balancer = ScriptedEngines(50), build(TwoChoices)
         for _ in range(100):
-            asked = set()
-            assert balancer.choose(ask(), Views(engines.views)) in asked
-            assert len(asked) == 2
+            views = set()
+            assert balancer.choose(ask(), Views(engines.views)) in views
+            assert len(views) == 2
 
     def test_the_better_of_both_is_taken(self):
         for place in range(2):
@@ -141,8 +141,8 @@ class TestTwoChoices:
         engines, balancer = ScriptedEngines(100), build(TwoChoices)
         for number in range(3200):
             engines.choose(balancer, ask(1, f"r{number}"))
-        found = [engine.in_flight for engine in engines.views]
-        assert 28 <= min(found) <= max(found) <= 36  # one choice gives about 15 to 50
+        loads = [engine.in_flight for engine in engines.views]
+        assert 28 <= min(loads) <= max(loads) <= 36  # one choice gives about 15 to 50
 
     def test_the_seed_decides(self):
         def draws(**options):

@@ -47,7 +47,7 @@ class _Words:
 
 
 @pytest.mark.parametrize(
-    ("stop", "found", "text"),
+    ("stop", "matched", "text"),
     [
         (["xyz", "y"], "y", "ax"),  # begins later, but is complete earlier
         (["y", "xyz"], "y", "ax"),
@@ -56,11 +56,11 @@ class _Words:
         (["xyz", "yz"], "xyz", "a"),
     ],
 )
-def test_of_several_stop_strings_in_one_token_the_first_complete_one_counts(stop, found, text):
+def test_of_several_stop_strings_in_one_token_the_first_complete_one_counts(stop, matched, text):
     words = _Words("a", "xyzb")
     output = CompletionStream(words, words.decode_stream([]), SamplingParams(stop=stop))
     assert output.push([0, 1, 0], None) == [0, 1]
-    assert output.stop_string == found
+    assert output.stop_string == matched
     assert output.pop(finished=True).text == text
 
 

@@ -118,7 +118,7 @@ def walk(start, chosen, tokenizer, longest):
                 tried = [[chosen.choice(special)]]
             elif chosen.random() < 0.5:
                 tried = [encode(chosen.choice(TRICKS))]
-            step = next((one for one in tried if advanced(state, one)), step)
+            step = next((candidate for candidate in tried if advanced(state, candidate)), step)
         for token in step:
             assert state.advance(token)
         ids += step
@@ -187,7 +187,7 @@ def allows(start, token_ids, tokenizer):
     return after is not None and after.fill_bitmask(row)
 
 
-@pytest.mark.parametrize(("parser", "calls", "before"), USUAL, ids=[one[0] for one in USUAL])
+@pytest.mark.parametrize(("parser", "calls", "before"), USUAL, ids=[case[0] for case in USUAL])
 def test_calls_as_the_model_writes_them_are_allowed(parser, calls, before):
     schemas = TOOLS["two"]
     subject, tokenizer = make(*PARSERS[parser])
@@ -195,10 +195,13 @@ def test_calls_as_the_model_writes_them_are_allowed(parser, calls, before):
         ids = tokenizer.encode(text)
         several = compiled(subject.call_format(schemas, required=required), tokenizer)
         assert allows(several, ids, tokenizer), text
-        one = subject.call_format(schemas, required=required, parallel=False)
-        assert allows(compiled(one, tokenizer), ids, tokenizer) == (calls not in text)
-    found, _, _ = parsed(subject, tokenizer, tokenizer.encode(calls), schemas)
-    assert [(name, json.loads(text)) for name, text in found] == [("now", {}), ("order_food", FOOD)]
+        single = subject.call_format(schemas, required=required, parallel=False)
+        assert allows(compiled(single, tokenizer), ids, tokenizer) == (calls not in text)
+    read_calls, _, _ = parsed(subject, tokenizer, tokenizer.encode(calls), schemas)
+    assert [(name, json.loads(text)) for name, text in read_calls] == [
+        ("now", {}),
+        ("order_food", FOOD),
+    ]
 
 
 # parser, what comes before arguments behind other text, what follows, and arguments that fit
@@ -226,11 +229,13 @@ def test_the_grammar_has_no_other_calls_after_text(parser, before, behind, fitti
     schemas = {"now": {"type": "object", "additionalProperties": False}}
     start = compiled(subject.call_format(schemas, required=False), tokenizer)
     wrong = {"pythonic": "a=1", "qwen3_coder": "<parameter=a>\n1\n</parameter>\n"}
-    given = wrong.get(parser.partition(",")[0], '{"a": 1}')
-    text = f"So: {before}{given}{behind}"
+    arguments = wrong.get(parser.partition(",")[0], '{"a": 1}')
+    text = f"So: {before}{arguments}{behind}"
     ends = "<|tool_call_end|>" if parser.startswith("kimi") else ""
     calls, _, _ = parsed(subject, tokenizer, tokenizer.encode(text + ends), schemas)
-    assert [(name, json.loads(found)) for name, found in calls] == [("now", {"a": 1})]
+    assert [(name, json.loads(arguments_text)) for name, arguments_text in calls] == [
+        ("now", {"a": 1})
+    ]
     assert not allows(start, tokenizer.encode(text + ends), tokenizer)
     assert allows(start, tokenizer.encode("So: { [no( <func"), tokenizer)
     if fitting is not None:
@@ -271,14 +276,14 @@ def test_no_required_answer_is_text(parser):
 def test_markers_that_are_special_tokens_are_matched_by_id(parser):
     subject, tokenizer = make(*PARSERS[parser])
     for required in (True, False):
-        found = set()
+        tokens = set()
         for part in walk_formats(subject.call_format(TOOLS["two"], required=required)):
             ends = (part.begin, part.end) if isinstance(part, TagFormat) else (part,)
-            found |= {end.token for end in ends if isinstance(end, TokenFormat)}
+            tokens |= {end.token for end in ends if isinstance(end, TokenFormat)}
             texts = [end for end in ends if isinstance(end, str)]
             texts += [part.value] if hasattr(part, "value") else []
             assert not any(token in text for text in texts for token in tokenizer.special_tokens)
-        assert found <= set(tokenizer.special_tokens.values())
+        assert tokens <= set(tokenizer.special_tokens.values())
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -300,9 +305,9 @@ REFUSED = [
     ("pythonic", schema_of(type="text"), "'f'.*'type: text'"),
     ("pythonic", {"f": {"type": "object", "minProperties": 1}}, "'f'.*'minProperties'"),
     ("pythonic", {"f": {"type": "array"}}, "schema of an object, got type 'array'"),
-    ("pythonic", {"f": {"properties": {"class": {}}}}, "names Python could have, got 'class'"),
-    ("pythonic", {"f": {"properties": {"ﬁ": {}}}}, "names Python could have, got 'ﬁ'"),
-    ("pythonic", {"1f": {}}, "whose name Python could have, got '1f'"),
+    ("pythonic", {"f": {"properties": {"class": {}}}}, "named by Python identifiers, got 'class'"),
+    ("pythonic", {"f": {"properties": {"ﬁ": {}}}}, "named by Python identifiers, got 'ﬁ'"),
+    ("pythonic", {"1f": {}}, "a tool named by a Python identifier, got '1f'"),
     ("llama4_pythonic", schema_of(**{"not": {}}), "'f'.*'not'"),
     ("gemma", schema_of(type="string", pattern="a+"), "'f'.*'pattern'"),
     ("gemma", {"f": {"properties": {"a b": {}}}}, "'f'.*got 'a b'"),
@@ -311,7 +316,7 @@ REFUSED = [
     ("qwen3_coder", schema_of(properties={}), "'f'.*'properties'"),
     ("qwen3_coder", {"f": {"properties": {"a>": {}}}}, "'f'.*got 'a>'"),
     ("seed_oss", schema_of(type="string", enum=["</parameter>"]), "'f'.*'</parameter>'"),
-    ("minimax_m2", {"f": {"properties": {'a"': {}}}}, "'f'.*no angle brackets, quotes and line"),
+    ("minimax_m2", {"f": {"properties": {'a"': {}}}}, "'f'.*without angle brackets, quotes and"),
     ("glm45", schema_of(type="string", enum=["</arg_value>"]), "'f'.*'</arg_value>'"),
     ("json", {"f": {"type": "string"}}, "'f'.*schema of an object, got type 'string'"),
 ]

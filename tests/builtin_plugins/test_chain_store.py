@@ -84,7 +84,7 @@ class Chain:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock for chains and what leaves out their stores."""
+    """A clock for chains and for the pauses of their stores."""
     return scripted_clock(monkeypatch, "kv_stores.chain", "kv_connectors.tiers")
 
 

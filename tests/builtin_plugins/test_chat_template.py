@@ -115,21 +115,22 @@ def test_what_transformers_offers_to_templates(renderer):
     message = {"role": "assistant", "content": "<é>", "reasoning": "why"}
     plain = '{"role": "user", "content": "<é>"}'
     messages = [message, *[{"role": "user", "content": "<é>"}] * 3]
-    found = text(renderer, template, messages)
-    assert found.endswith(f"{plain}4whyTrue")
-    assert found.count("<é>") == 2
+    rendered = text(renderer, template, messages)
+    assert rendered.endswith(f"{plain}4whyTrue")
+    assert rendered.count("<é>") == 2
 
 
 def test_threads_wait_and_a_fork_has_its_own_process(renderer):
-    found: list[str] = []
+    rendered: list[str] = []
     threads = [
-        threading.Thread(target=lambda i=i: found.append(text(renderer, f"{i}"))) for i in range(8)
+        threading.Thread(target=lambda i=i: rendered.append(text(renderer, f"{i}")))
+        for i in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found) == [str(i) for i in range(8)]
+    assert sorted(rendered) == [str(i) for i in range(8)]
     if (child := os.fork()) == 0:
         good = text(renderer, "child") == "child"
         renderer.close()

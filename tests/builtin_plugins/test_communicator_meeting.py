@@ -1,4 +1,4 @@
-"""Ranks that meet: an abort ends the waiting, and what keeps one away is reported to the others."""
+"""Meetings of ranks: an abort ends the waiting, and the cause of absence is reported to all."""
 
 from __future__ import annotations
 

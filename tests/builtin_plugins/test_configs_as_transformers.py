@@ -1,4 +1,4 @@
-"""Fields of config.json mean what they mean to transformers, those that are left out included."""
+"""Fields of config.json mean the same as in transformers, including defaults."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ WINDOWS = {"use_sliding_window": True, "max_window_layers": 2}
 def facts(
     name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields that a native model reads, and what it made of all of them."""
+    """Return the fields that a native model reads, and its settings after all of them."""
     read: dict[str, Any] = {}
 
     def recorded(method: Any) -> Any:
@@ -217,7 +217,7 @@ def ropes_of(model: Any) -> list[Any]:
 
 
 def angles(rope: Any) -> list[list[float]]:
-    """Return those of some positions."""
+    """Return the angles of some positions."""
     rope.allocate()
     return rope.at(torch.tensor([1, 99])).tolist()
 
@@ -229,10 +229,10 @@ def test_what_a_config_leaves_out_is_as_in_transformers(
 ) -> None:
     import transformers
 
-    given = SIZES | switch
-    whole = getattr(transformers, name).config_class(**copy.deepcopy(given)).to_dict()
+    stated = SIZES | switch
+    whole = getattr(transformers, name).config_class(**copy.deepcopy(stated)).to_dict()
     (read, made), (read_whole, made_whole) = (
-        facts(name, fields, monkeypatch) for fields in (given, whole)
+        facts(name, fields, monkeypatch) for fields in (stated, whole)
     )
     ropes = {field for field in read if field.startswith(("rope_", "global_", "local_rope"))}
     known = (read.keys() & read_whole.keys()) - ropes
@@ -263,8 +263,8 @@ def test_what_a_config_leaves_out_is_as_in_transformers(
 )
 def test_a_scaling_of_rope_extends_the_context(fields: dict[str, Any], expected: int) -> None:
     hf = TINY | {"architectures": ["LlamaForCausalLM"]} | fields
-    found = model_config(hf, "config.json", eos_token_ids=[], dtype=None)
-    assert found.max_position_embeddings == expected
+    config = model_config(hf, "config.json", eos_token_ids=[], dtype=None)
+    assert config.max_position_embeddings == expected
 
 
 def test_a_prompt_beyond_max_position_embeddings_runs_as_in_transformers(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_prompt_beyond_max_position_embeddings_runs_as_in_transformers(tmp_pat
         with LLM(str(tmp_path), config=config | length) as llm:
             (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
             assert list(output.outputs[0].token_ids) == expected
-    with pytest.raises(ConfigError, match="max_model_len: expected at most 128, what the model"):
+    with pytest.raises(ConfigError, match="max_model_len: expected at most 128, the limit"):
         LLM(str(tmp_path), config=config | {"max_model_len": 129})
 
 

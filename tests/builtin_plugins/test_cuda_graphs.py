@@ -30,7 +30,7 @@ def test_sizes_are_few_and_end_with_the_most(most, sizes):
 
 
 class Cuda:
-    """Notes what it is called for."""
+    """Records its calls."""
 
     def __init__(self):
         self.calls, self.stream_now = [], "default"
@@ -46,8 +46,8 @@ class Cuda:
         return self._during(mode, stream.name, keeps=True)
 
     @contextlib.contextmanager
-    def _during(self, what, name, *, keeps=False):
-        self.calls.append(what)
+    def _during(self, operation, name, *, keeps=False):
+        self.calls.append(operation)
         before, self.stream_now = self.stream_now, name
         yield
         if keeps:  # as torch does, a failed capture leaves its stream

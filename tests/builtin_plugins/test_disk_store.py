@@ -94,14 +94,14 @@ def test_a_load_is_a_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stores_of_one_path_share_blocks_and_room(path: Path) -> None:
-    one, other = open_disk(path, 4), open_disk(path, 4)
+    first, other = open_disk(path, 4), open_disk(path, 4)
     for number in range(4):
-        assert keep(one if number % 2 else other, number)
-    assert kept(one, range(4)) == kept(other, range(4)) == [0, 1, 2, 3]
+        assert keep(first if number % 2 else other, number)
+    assert kept(first, range(4)) == kept(other, range(4)) == [0, 1, 2, 3]
     for number in range(4, 8):
-        assert keep(one if number % 2 else other, number)
-    assert kept(one, range(8)) == kept(other, range(8)) == [4, 5, 6, 7]
-    one.close()
+        assert keep(first if number % 2 else other, number)
+    assert kept(first, range(8)) == kept(other, range(8)) == [4, 5, 6, 7]
+    first.close()
     assert kept(other, range(8)) == [4, 5, 6, 7]
     other.close()
 
@@ -181,13 +181,13 @@ def allocated(path: Path) -> int:
 
 
 def test_slabs_that_fit_together_are_kept(path: Path) -> None:
-    numbers, found = range(14), []
+    numbers, counts = range(14), []
     for of in (0, 0, 1, 0, 1):
         store = open_disk(path, 128, sizes=OTHERS[of])
-        found.append(sum(store.lookup([key(number) for number in numbers])))
+        counts.append(sum(store.lookup([key(number) for number in numbers])))
         fill(store, OTHERS[of], numbers)
         store.close()
-    assert found == [0, 14, 0, 14, 14]
+    assert counts == [0, 14, 0, 14, 14]
 
 
 def test_slabs_that_are_in_use_share_the_room(path: Path, clock: ScriptedClock) -> None:
@@ -579,8 +579,8 @@ def test_close_leaves_the_files_to_a_call_that_still_runs(
         return read(*args)
 
     monkeypatch.setattr("os.preadv", read_late)
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(has(store, 1)))
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(has(store, 1)))
     before = descriptors()
     thread.start()
     assert started.wait(60)
@@ -591,7 +591,7 @@ def test_close_leaves_the_files_to_a_call_that_still_runs(
     assert store.lookup([key(1)]) == [False]
     may_read.set()
     thread.join()
-    assert found == [True]
+    assert results == [True]
     assert not descriptors() >= before
     store.close()
 

@@ -13,7 +13,7 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 def generate(folder: Path, **changes: object) -> tuple[list[int], int]:
-    """Start an engine; return what it generates, and how much of the prompt was not computed."""
+    """Start an engine; return its tokens, and the number of prompt tokens not computed."""
     with LLM(str(folder), config=scripted_config(folder, changes)) as llm:
         (output,) = llm.generate([PROMPT], PARAMS)
         assert not llm.plugins.health().fallbacks

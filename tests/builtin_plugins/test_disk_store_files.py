@@ -58,9 +58,9 @@ def test_only_this_user_may_use_the_files(path: Path) -> None:
         store.close()
     finally:
         os.umask(mask)
-    for found in [path / "deeper", *(path / "deeper").rglob("*")]:
-        expected = 0o700 if found.is_dir() else 0o600
-        assert stat.S_IMODE(found.stat().st_mode) == expected, found
+    for file in [path / "deeper", *(path / "deeper").rglob("*")]:
+        expected = 0o700 if file.is_dir() else 0o600
+        assert stat.S_IMODE(file.stat().st_mode) == expected, file
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
@@ -92,27 +92,27 @@ def test_what_belongs_to_another_user_is_refused(
 
 
 @pytest.mark.parametrize("name", ["", NAME])
-@pytest.mark.parametrize("what", ["link", "file", "dangling"])
-def test_a_folder_must_be_one(filled: Path, tmp_path: Path, name: str, what: str) -> None:
+@pytest.mark.parametrize("kind", ["link", "file", "dangling"])
+def test_a_folder_must_be_one(filled: Path, tmp_path: Path, name: str, kind: str) -> None:
     place = filled / name
     place.rename(tmp_path / "moved")
-    if what == "file":
+    if kind == "file":
         place.write_bytes(b"")
     else:
-        place.symlink_to(tmp_path / ("moved" if what == "link" else "nowhere"))
+        place.symlink_to(tmp_path / ("moved" if kind == "link" else "nowhere"))
     assert "to be a folder, and not a link to one" in refused(filled)
 
 
 @pytest.mark.parametrize("name", [f"{NAME}/slab", f"{NAME}/index", f"{NAME}/lock", "lock"])
-@pytest.mark.parametrize("what", ["link", "folder", "pipe"])
-def test_a_file_must_be_one(filled: Path, tmp_path: Path, name: str, what: str) -> None:
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_a_file_must_be_one(filled: Path, tmp_path: Path, name: str, kind: str) -> None:
     place = filled / name
     victim = tmp_path / "moved"
     place.rename(victim)
     before = victim.read_bytes()
-    if what == "link":
+    if kind == "link":
         place.symlink_to(victim)
-    elif what == "folder":
+    elif kind == "folder":
         place.mkdir(mode=0o700)
     else:
         os.mkfifo(place, 0o600)
@@ -141,8 +141,8 @@ def test_sizes_that_hold_no_block_are_refused(path: Path) -> None:
 
 
 def test_sizes_that_the_disk_does_not_have_are_refused(path: Path) -> None:
-    found = os.statvfs(path.parent)
-    limit = found.f_blocks * found.f_frsize
+    status = os.statvfs(path.parent)
+    limit = status.f_blocks * status.f_frsize
     message = refused(path / "deeper", size_bytes=limit + 1)
     assert message == (
         f"plugin.disk.size_bytes: {limit + 1} bytes are more than the file system of "
@@ -302,7 +302,7 @@ def test_a_slab_that_is_cut_while_it_is_open_has_misses(filled: Path) -> None:
 def test_a_second_engine_refuses_files_that_are_wrong(filled: Path) -> None:
     store = open_disk(filled)
     os.truncate(filled / NAME / "slab", SLOT)
-    assert f"{NAME}/slab is shorter than its index says" in refused(filled)
+    assert f"{NAME}/slab is shorter than its index" in refused(filled)
     store.close()
 
 
@@ -353,8 +353,8 @@ def test_random_bytes_in_an_index_give_no_wrong_block(filled: Path, is_open: boo
             file.write(damaged)
         slab.write_bytes(blocks) if store is None else None
         store = store or open_disk(filled)
-        found = [number for number in range(30) if has(store, number)]
-        assert set(found) <= set(range(8))
+        numbers = [number for number in range(30) if has(store, number)]
+        assert set(numbers) <= set(range(8))
         assert len(store.lookup([key(number) for number in range(30)])) == 30
         for number in range(50, 60):
             keep(store, number)
@@ -403,7 +403,7 @@ def test_files_that_are_deleted_while_they_are_open_are_reported_and_not_used(pa
 def test_an_index_that_is_cut_short_while_it_is_open_is_not_touched(
     filled: Path, size: int, is_written: bool
 ) -> None:
-    """It is mapped: to touch what is not there would end the process."""
+    """The index is mapped: a read beyond its end would kill the process."""
     faults: list[str] = []
     store = open_disk(filled, faults=faults)
     assert kept(store, range(8)) == list(range(8))
@@ -432,9 +432,9 @@ def test_an_index_that_is_cut_short_during_a_call_is_not_touched(
     store = open_disk(filled)
 
     def cut(move):
-        def then(*given):
+        def then(*arguments):
             os.truncate(filled / NAME / "index", 4096)
-            return move(*given)
+            return move(*arguments)
 
         return then
 

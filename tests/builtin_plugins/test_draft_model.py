@@ -20,7 +20,7 @@ LOGITS = 3 * torch.randn(997, 131, generator=torch.Generator().manual_seed(0))
 
 
 class LastTokens:
-    """A model whose logits depend on the last two tokens."""
+    """A model with logits that depend on the last two tokens."""
 
     vocab_size, max_model_len, cache_bytes = 131, 1 << 20, 1
 
@@ -93,8 +93,8 @@ PROMPTS = [[1, 2, 3], list(range(4, 40)), [9] * 11, [5]]
 def generate(llm):
     outputs = llm.generate(PROMPTS, JOBS)
     stats = llm.engines.scheduler_stats()
-    found = [[part.token_ids for part in output.outputs] for output in outputs]
-    return found, stats.num_drafts, stats.num_accepted_drafts
+    tokens = [[part.token_ids for part in output.outputs] for output in outputs]
+    return tokens, stats.num_drafts, stats.num_accepted_drafts
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +105,15 @@ def expected(folders):
 
 def test_the_model_itself_drafts_each_token_right(folders, expected):
     with opened(folders, "target") as llm:
-        found, drafts, accepted = generate(llm)
-    assert found == expected
+        tokens, drafts, accepted = generate(llm)
+    assert tokens == expected
     assert drafts == accepted > 40
 
 
 def test_another_model_changes_no_token(folders, expected):
     with opened(folders, "other") as llm:
-        found, drafts, accepted = generate(llm)
-        assert found == expected
+        tokens, drafts, accepted = generate(llm)
+        assert tokens == expected
         assert drafts > accepted
         llm.sleep(1)
         llm.wake_up()
@@ -123,23 +123,23 @@ def test_another_model_changes_no_token(folders, expected):
 
 def test_without_room_there_are_no_drafts(folders, expected):
     with opened(folders, "target", cache_tokens=16) as llm:
-        found, drafts, _ = generate(llm)
-        assert found == expected
+        tokens, drafts, _ = generate(llm)
+        assert tokens == expected
         assert 0 < drafts < 40
         assert not llm.plugins.health().fallbacks
 
 
 def test_another_vocabulary_is_refused_before_weights_are_read(folders):
     message = (
-        r"plugin.draft_model.model: .*foreign' has a vocabulary of 77 tokens, expected \d+, that "
-        r"of .*target"
+        r"plugin.draft_model.model: .*foreign' has a vocabulary of 77 tokens, expected \d+, as "
+        r".*target' has"
     )
     with pytest.raises(ConfigError, match=message):
         opened(folders, "foreign")
 
 
 def with_tokenizer(folder, change):
-    """Write a model with the same sizes whose tokenizer is changed."""
+    """Write a model with the same sizes and another tokenizer."""
     path = write_random_model(folder, LLAMA, num_hidden_layers=1) / "tokenizer.json"
     content = json.loads(path.read_text())
     change(content)
@@ -159,8 +159,8 @@ def without_end(content):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (exchange, "its token 64 is 'b', that of .*target' is 'a'"),
-        (without_end, "its token 256 is none, that of .*target' is '.+'"),
+        (exchange, "its token 64 is 'b', in .*target' it is 'a'"),
+        (without_end, "its token 256 is none, in .*target' it is '.+'"),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -183,8 +183,8 @@ def test_without_a_tokenizer_the_sizes_alone_are_compared(folders, tmp_path, exp
 
 
 def test_the_tokenizer_of_the_configuration_is_compared(folders, tmp_path):
-    """The one that the engine uses, and not that of its model's folder."""
+    """The tokenizer of the engine counts, not the tokenizer of its model's folder."""
     tokenizer = with_tokenizer(tmp_path / "tokenizer", exchange)
     engine = {"tokenizer": {"path": str(tokenizer)}}
-    with pytest.raises(ConfigError, match="its token 64 is 'a', that of .* is 'b'"):
+    with pytest.raises(ConfigError, match="its token 64 is 'a', in .* it is 'b'"):
         opened(folders, "other", engine=engine)

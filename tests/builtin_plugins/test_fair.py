@@ -103,8 +103,8 @@ def spread(service: Service, pair, costs, weights):
         if not set(pair) <= backlogged:
             inside = []
             continue
-        one, other = (Service.cost(given_to[t], *costs) / weights.get(t, 1.0) for t in pair)
-        inside.append(one - other)
+        first, other = (Service.cost(given_to[t], *costs) / weights.get(t, 1.0) for t in pair)
+        inside.append(first - other)
         worst = max(worst, max(inside) - min(inside))
     return worst
 
@@ -143,9 +143,9 @@ weights = st.sampled_from([{}, {"a": 2.0}, {"a": 4.0, "b": 0.5}, {"b": 10.0}])
 class TestBound:
     @examples(8)
     @given(sizes, sizes, costs, weights, st.integers(1, 2 * CAPACITY))
-    def test_two_backlogged_tenants_stay_within_it(self, one, other, costs, weights, budget):
+    def test_two_backlogged_tenants_stay_within_it(self, first, other, costs, weights, budget):
         fair = build(Fair, input_cost=costs[0], output_cost=costs[1], weights=weights)
-        service = backlogged(loop_of(fair, budget), {"a": one, "b": other}, 120)
+        service = backlogged(loop_of(fair, budget), {"a": first, "b": other}, 120)
         assert spread(service, "ab", costs, weights) <= bound(costs, weights) + 1e-6
 
     @examples(8)
@@ -262,15 +262,15 @@ class TestCounters:
 
     def test_a_million_tenants_that_come_once_leave_nothing(self):
         counters = VirtualCounters({})
-        kept = 0
+        largest = 0
         for number in range(20_000):
             client = counters.add(str(number))
             counters.wait(client)
             counters.run(client)
             client.counter += number % 7
             counters.remove(client)
-            kept = max(kept, len(counters), len(counters._heap))
-        assert kept <= 1
+            largest = max(largest, len(counters), len(counters._heap))
+        assert largest <= 1
 
     def test_tenants_that_were_served_beyond_the_others_are_kept_until_they_are_caught_up_with(
         self,

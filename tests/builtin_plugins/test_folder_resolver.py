@@ -21,10 +21,10 @@ def adapter(folder):
 
 
 def test_a_folder_with_a_configuration_is_an_adapter(tmp_path):
-    found = adapter(tmp_path / "all" / "sql-2.1")
+    adapter_folder = adapter(tmp_path / "all" / "sql-2.1")
     (tmp_path / "all" / "notes").mkdir()
     folder = resolver(tmp_path / "all")
-    assert folder.resolve("sql-2.1") == found
+    assert folder.resolve("sql-2.1") == adapter_folder
     assert folder.resolve("notes") is None
     adapter(tmp_path / "all" / "later")
     assert folder.resolve("later") == tmp_path / "all" / "later"
@@ -40,10 +40,10 @@ def test_other_names_are_unknown(tmp_path, name):
 
 
 def test_links_inside_of_the_folder_are_followed(tmp_path):
-    found = adapter(tmp_path / "all" / "sql-2")
+    adapter_folder = adapter(tmp_path / "all" / "sql-2")
     (tmp_path / "all" / "sql").symlink_to("sql-2")
-    (found / "adapter_model.safetensors").symlink_to("adapter_config.json")
-    assert resolver(tmp_path / "all").resolve("sql") == found
+    (adapter_folder / "adapter_model.safetensors").symlink_to("adapter_config.json")
+    assert resolver(tmp_path / "all").resolve("sql") == adapter_folder
 
 
 @pytest.mark.parametrize("of_file", [False, True])

@@ -128,7 +128,7 @@ def test_new_sinks_count_from_the_next_step_on(variant, attention):
     model, _, folder = variant
     before = {n: p.data.clone() for n, p in model.named_parameters() if n.endswith("sinks")}
     after = {name: 5 * torch.randn_like(sinks) for name, sinks in before.items()}
-    prompt, found = PROMPTS[0], []
+    prompt, tokens = PROMPTS[0], []
     with LLM(str(folder), config=SETTINGS | {"attention": {"use": attention}}) as llm:
         for sinks in (None, after, before):
             if sinks is not None:
@@ -137,9 +137,9 @@ def test_new_sinks_count_from_the_next_step_on(variant, attention):
                     model.get_parameter(name).data.copy_(value)
             params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
             (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
-            found.append(output.outputs[0].token_ids)
-            assert found[-1] == expected_tokens(model, prompt, 12)
-    assert found[0] == found[2] != found[1]
+            tokens.append(output.outputs[0].token_ids)
+            assert tokens[-1] == expected_tokens(model, prompt, 12)
+    assert tokens[0] == tokens[2] != tokens[1]
 
 
 def test_logits_and_tokens_equal_transformers(variant):
@@ -168,10 +168,10 @@ def test_experts_are_those_that_transformers_dequantises(mxfp4):
     assert loader.config().quantization == "mxfp4"
     scheme, weights = build_scheme(MXFP4, CONFIG), dict(model.named_parameters())
     shapes = build_model(GptOss, loader.config(), dtype=torch.float32).weight_shapes()
-    found, formats = dict(loader.weights(shapes)), loader.formats(shapes)
-    assert found.keys() == formats.keys() == shapes.keys()
+    read, formats = dict(loader.weights(shapes)), loader.formats(shapes)
+    assert read.keys() == formats.keys() == shapes.keys()
     count = 0
-    for name, stored in found.items():
+    for name, stored in read.items():
         if not isinstance(stored, QuantizedWeight):
             continue
         module, expert, part, _ = name.rsplit(".", 3)
@@ -190,7 +190,7 @@ def test_tokens_of_mxfp4_equal_transformers_however_they_are_computed(mxfp4, cap
     expected = [expected_tokens(model, prompt, 12) for prompt in PROMPTS]
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(folder) == expected
-    assert "matrices of few bits: 48 in mxfp4" in caplog.text
+    assert "quantized weights: 48 in mxfp4" in caplog.text
     chunks = {"max_num_batched_tokens": 7, "max_num_seqs": 4}
     few = {"num_blocks": 22, "block_size": 4}  # some are preempted
     assert tokens(folder, [*PROMPTS, *PROMPTS], scheduler=chunks, kv_cache=few) == expected * 2
@@ -206,7 +206,7 @@ def test_tokens_of_mxfp4_in_processes_equal_transformers(mxfp4, parallel):
 
 
 def changed(mxfp4, tmp_path, change):
-    """Return a copy of the checkpoint whose tensors `change` has changed in place."""
+    """Return a copy of the checkpoint with tensors changed in place by `change`."""
     _, folder = mxfp4
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -257,12 +257,12 @@ def test_codes_without_a_scheme_are_refused(mxfp4, tmp_path):
 
 
 def test_a_field_of_mxfp4_that_is_not_known_is_refused():
-    with pytest.raises(ModelError, match="quantization_config: block_size: the field is not known"):
+    with pytest.raises(ModelError, match="quantization_config: block_size: the field is unknown"):
         build_scheme(MXFP4, CONFIG | {"block_size": 16})
 
 
 class EarlierOps(Wrapper[Ops], Ops):
-    """Operations whose experts know neither biases nor another activation."""
+    """Operations with experts without biases or another activation."""
 
     contract = 1
     devices = ("cpu",)

@@ -53,8 +53,8 @@ def test_a_large_grammar_of_gbnf_is_not_converted(source, count):
     part = source[: len(source) // count]  # those of a structural tag count together
     parts = [{"type": "grammar", "grammar": part}] * count
     format = {"type": "sequence", "elements": parts}
-    given = {"structural_tag": {"type": "structural_tag", "format": format}}
-    structured = StructuredOutputs.checked(given if count > 1 else {"grammar": source})
+    fields = {"structural_tag": {"type": "structural_tag", "format": format}}
+    structured = StructuredOutputs.checked(fields if count > 1 else {"grammar": source})
     message = "GBNF of at most 65536 characters and 1000 rules, and 8000000 as .*; a grammar in"
     start = time.perf_counter()
     with pytest.raises(ValueError, match=message):
@@ -137,9 +137,9 @@ def test_triggers_and_tags_are_compared_as_texts():
             ["".join(source.choices("ab\U0001f600", k=source.randint(1, 4))) for _ in range(3)]
             for _ in range(2)
         )
-        right = all(any(begin.startswith(one) for one in triggers) for begin in begins) and all(
-            any(begin.startswith(one) for begin in begins) for one in triggers
-        )
+        right = all(
+            any(begin.startswith(trigger) for trigger in triggers) for begin in begins
+        ) and all(any(begin.startswith(trigger) for begin in begins) for trigger in triggers)
         try:
             StructuredOutputs.checked(triggered(triggers, begins))
         except RequestError:
@@ -149,8 +149,8 @@ def test_triggers_and_tags_are_compared_as_texts():
 
 
 def test_a_tag_begins_with_the_longest_of_its_triggers():
-    given = triggered(["<", "<a", "<abc"], ["<abd", "<abc", "<x"])
-    tag = StructuredOutputs.checked(given).structural_tag
+    fields = triggered(["<", "<a", "<abc"], ["<abd", "<abc", "<x"])
+    tag = StructuredOutputs.checked(fields).structural_tag
     lark = LarkWriter(Vocabulary(tuple(bytes([byte]) for byte in range(256))), dict).grammar(tag)
     for start, rest in (("<", "x"), ("<a", "bd"), ("<abc", "")):
         assert f'(?s:.*)/ \\"{start}\\"' in lark

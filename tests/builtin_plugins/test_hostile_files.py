@@ -43,11 +43,11 @@ def bases(opener: Opener, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """The checkpoints that are mutated, by format; each has been opened once."""
     work = tmp_path_factory.mktemp("bases")
     folder = write_folder(work / "folder")
-    found = {"gguf": write_gguf(work / "model.gguf")} | dict.fromkeys(FOLDER_FILES, folder)
-    found["gguf-blocks"] = write_gguf(work / "blocks.gguf", BLOCKS)
-    for path in dict.fromkeys(found.values()):
+    by_format = {"gguf": write_gguf(work / "model.gguf")} | dict.fromkeys(FOLDER_FILES, folder)
+    by_format["gguf-blocks"] = write_gguf(work / "blocks.gguf", BLOCKS)
+    for path in dict.fromkeys(by_format.values()):
         opener.open_and_close(path)
-    return found
+    return by_format
 
 
 @pytest.mark.parametrize("format", ["gguf", "gguf-blocks", *FOLDER_FILES])

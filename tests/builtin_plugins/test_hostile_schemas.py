@@ -10,11 +10,11 @@ from support.schema_grammars import compiled
 
 
 def tree(keyword, leaf, *, levels="abcde"):
-    """Return definitions, each of which refers to the next one twenty times."""
+    """Return definitions, each with twenty references to the next one."""
     pairs = itertools.pairwise([*levels, "leaf"])
     return {
         "leaf": leaf,
-        **{one: {keyword: [{"$ref": f"#/$defs/{other}"}] * 20} for one, other in pairs},
+        **{name: {keyword: [{"$ref": f"#/$defs/{other}"}] * 20} for name, other in pairs},
     }
 
 

@@ -14,23 +14,23 @@ from hardpoint.host.registry.discovery import discover
 from hardpoint.plugins.config_tables import KVConnectorConfig
 
 PAGE = (ROOT / "docs" / "kv-connectors.md").read_text(encoding="utf-8")
-STORES = [found for found in discover() if found.kind == "kv_stores" and found.builtin]
+STORES = [plugin for plugin in discover() if plugin.kind == "kv_stores" and plugin.builtin]
 TABLES = {
     "kv_connector": KVConnectorConfig,
     "plugin.stores": StoresConnector.Options,
-    **{f"plugin.{found.name}": pkgutil.resolve_name(found.value).Options for found in STORES},
+    **{f"plugin.{plugin.name}": pkgutil.resolve_name(plugin.value).Options for plugin in STORES},
 }
 
 
 def rows(table):
     """Return the default as text of each setting of a table on the page."""
     text = PAGE.split(f"\n`[{table}]`", 1)[1].split("|\n\n", 1)[0]
-    found = {}
+    defaults = {}
     for names, default in re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", text, re.MULTILINE):
         settings = re.findall(r"`(\w+)`", names)
         of_each = default.split(", ") if ", " in default else [default] * len(settings)
-        found.update(zip(settings, of_each, strict=True))
-    return found
+        defaults.update(zip(settings, of_each, strict=True))
+    return defaults
 
 
 def shown(field):
@@ -53,13 +53,15 @@ def shown(field):
 @pytest.mark.parametrize("table", TABLES)
 def test_every_setting_is_described_with_its_default(table):
     fields = {field.name: field for field in msgspec.structs.fields(TABLES[table])}
-    found = rows(table)
-    assert sorted(found) == sorted(fields)
-    wrong = {name: default for name, default in found.items() if default not in shown(fields[name])}
+    defaults = rows(table)
+    assert sorted(defaults) == sorted(fields)
+    wrong = {
+        name: default for name, default in defaults.items() if default not in shown(fields[name])
+    }
     assert wrong == {}
 
 
 def test_every_store_is_recommended_for_something():
     table = PAGE.split("## Choose a store", 1)[1].split("\n## ", 1)[0]
     named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert {found.name for found in STORES} <= set(named)
+    assert {plugin.name for plugin in STORES} <= set(named)

@@ -92,7 +92,7 @@ def test_a_subscriber_that_does_not_read_loses_batches_and_no_caller_waits(conte
     numbers = []
 
     def goes_on():
-        """It has read what it got of them, and gets what comes later."""
+        """It has read its part of them, and gets later ones."""
         publisher.publish(batch(0))
         while slow.socket.poll(10):
             numbers.append(slow.read()[0])
@@ -101,8 +101,8 @@ def test_a_subscriber_that_does_not_read_loses_batches_and_no_caller_waits(conte
     wait_until(goes_on)
     missing = set(range(numbers[0], numbers[-1])) - set(numbers)
     assert missing  # and it sees it in the numbers
-    found = dict(replay(context, publisher, min(missing)))
-    assert missing <= set(found)
+    received = dict(replay(context, publisher, min(missing)))
+    assert missing <= set(received)
 
 
 def test_when_the_thread_lags_the_oldest_batches_go(context, open_publisher, monkeypatch):
@@ -116,8 +116,8 @@ def test_when_the_thread_lags_the_oldest_batches_go(context, open_publisher, mon
         publisher.publish(batch(number))
     assert publisher.num_dropped == 15
     held.set()
-    found = replay(context, publisher, 3)
-    assert [number for number, _ in found] == [15, 16, 17, 18, 19]  # the gap shows
+    received = replay(context, publisher, 3)
+    assert [number for number, _ in received] == [15, 16, 17, 18, 19]  # the gap shows
 
 
 # Replay
@@ -127,14 +127,14 @@ def test_a_late_subscriber_gets_what_it_missed_and_has_no_gap(context, publisher
     sent(context, publisher, 50)
     subscriber = Subscriber(context, publisher)
     first = subscriber.is_there(publisher, first=50)
-    found = dict(replay(context, publisher, 0))
-    assert first in found  # what is live before a replay is asked for is in it
+    received = dict(replay(context, publisher, 0))
+    assert first in received  # what is live before a replay is asked for is in it
     for number in range(1000, 1010):
         publisher.publish(batch(number))
     live = subscriber.read_up_to(subscriber.published + 10)
     numbers = {first} | {number for number, _ in live}
-    assert set(found) | numbers == set(range(max(numbers) + 1))
-    assert [found[number] for number in range(50)] == [batch(number) for number in range(50)]
+    assert set(received) | numbers == set(range(max(numbers) + 1))
+    assert [received[number] for number in range(50)] == [batch(number) for number in range(50)]
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 8), (5, 3), (7, 1), (8, 0), (2**64 - 1, 0)])
@@ -170,7 +170,7 @@ def test_what_is_published_before_a_replay_is_asked_for_is_in_it(context, publis
     for number in range(300):
         publisher.publish(batch(number))
         client.send_multipart([b"", number.to_bytes(8, "big")])
-        assert [found for found, _ in answers(client)] == [number]
+        assert [sequence for sequence, _ in answers(client)] == [number]
 
 
 def test_a_request_without_the_empty_frame_is_understood(context, publisher):

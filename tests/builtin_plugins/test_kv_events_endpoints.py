@@ -1,4 +1,4 @@
-"""Where KV events are published: what is refused, and that nothing is left behind."""
+"""Endpoints of KV events: rejected addresses, and cleanup."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def test_many_publishers_leave_no_descriptors(tmp_path, open_publisher):
             open_publisher(endpoint=endpoint, replay_endpoint="tcp://127.0.0.1:*").close()
         return len(os.listdir("/proc/self/fd"))
 
-    one = descriptors_after(1)
-    assert descriptors_after(20) <= one
+    count = descriptors_after(1)
+    assert descriptors_after(20) <= count
 
 
 def test_closing_waits_for_a_subscriber_that_does_not_read_but_not_long(context, open_publisher):

@@ -67,22 +67,22 @@ def test_the_example_keeps_tiers_apart():
 
 
 def test_the_example_fills_gaps_and_forgets_what_it_cannot_know():
-    kept = {number: encoded(stored("abcdef"[number])) for number in range(6)}
-    asked = []
+    history = {number: encoded(stored("abcdef"[number])) for number in range(6)}
+    starts = []
 
     def replay(start):
-        asked.append(start)
-        return [(number, kept[number]) for number in sorted(kept) if number >= start]
+        starts.append(start)
+        return [(number, history[number]) for number in sorted(history) if number >= start]
 
     follower = example().CacheFollower(replay)
-    follower.receive(2, kept[2])  # came late
-    follower.receive(3, kept[3])
-    assert asked == [0]
+    follower.receive(2, history[2])  # came late
+    follower.receive(3, history[3])
+    assert starts == [0]
     assert names_of(follower) == ["a0", "b0", "c0", "d0", "e0", "f0"]
-    follower.receive(4, kept[4])
-    follower.receive(5, kept[5])
+    follower.receive(4, history[4])
+    follower.receive(5, history[5])
     assert (follower.num_replayed, follower.num_resets) == (6, 0)
-    kept.clear()
+    history.clear()
     follower.receive(9, encoded(stored("x")))  # 6 to 8 are lost: anything may have been removed
     assert names_of(follower) == ["x0"]
     follower.receive(0, encoded(stored("y")))  # the engine was restarted

@@ -85,22 +85,22 @@ def test_without_a_connector_there_is_nothing_of_it(tmp_path):
 
 def kept(events, medium):
     """Return the hashes that are kept after events; no event repeats an earlier one."""
-    found = set()
+    remaining = set()
     for event in events:
         if getattr(event, "medium", "") != medium:
             continue
         hashes = set(event.block_hashes)
         if isinstance(event, BlockStored):
-            assert not hashes & found
-            found |= hashes
+            assert not hashes & remaining
+            remaining |= hashes
         else:
-            assert hashes <= found
-            found -= hashes
-    return found
+            assert hashes <= remaining
+            remaining -= hashes
+    return remaining
 
 
 def kept_at_any_time(events, medium):
-    """Return the hashes that were kept, also those that are removed by now."""
+    """Return the hashes kept at any time, including removed ones."""
     stored = [event for event in events if isinstance(event, BlockStored)]
     return {block for event in stored if event.medium == medium for block in event.block_hashes}
 
@@ -111,8 +111,10 @@ def test_events_list_what_each_tier_keeps(opened):
     llm = opened(["memory", SMALL], kv_events={"publishers": [publisher]})
     llm.generate(PROMPT, ONE_TOKEN)
     steps_until(llm, lambda: len(kept_at_any_time(EVENTS, "small")) == 6)
-    own = [event for event in EVENTS if isinstance(event, BlockStored) and event.medium is None]
-    hashes = [block for event in own for block in event.block_hashes]
+    device_events = [
+        event for event in EVENTS if isinstance(event, BlockStored) and event.medium is None
+    ]
+    hashes = [block for event in device_events for block in event.block_hashes]
     assert kept(EVENTS, "memory") == set(hashes) == kept(EVENTS, None)
     small = kept(EVENTS, "small")
     assert len(small) == 4
@@ -177,23 +179,23 @@ def test_prompts_that_do_not_fit_together_still_find_their_beginnings(opened, ch
         plugin={"memory": {"size_bytes": size}},
         scheduler={"max_num_batched_tokens": chunk},
     )
-    found = []
+    num_cached = []
     saved = 0
     for number in range(8):
         prompt = {"prompt_token_ids": [number % 2, *range(29 * BLOCK)]}
         (output,) = llm.generate([prompt], ONE_TOKEN)
-        found.append(output.num_cached_tokens)
+        num_cached.append(output.num_cached_tokens)
         llm.reset_prefix_cache()
         saved += 29 - output.num_cached_tokens // BLOCK
         steps_until(llm, lambda saved=saved: num_saved(llm) >= saved)
     # Threads note uses, perhaps after the next prompt came: by age alone, none would be found.
-    assert sum(found[4:]) >= 4 * 8 * BLOCK, found
+    assert sum(num_cached[4:]) >= 4 * 8 * BLOCK, num_cached
 
 
 @pytest.mark.parametrize(
     ("required", "message"),
     [
-        (["redis"], "plugin.stores.required: no store is called 'redis'.* are failing, memory"),
+        (["redis"], r"plugin.stores.required: expected one of .*\(failing, memory\), got 'redis'"),
         (["memory"], None),
         (["memory", "failing"], r"plugin.stores.required: KV store 'failing': .*lookup.. failed: "),
     ],

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[tuple[list[int], list[int]]]:
-    """Prompts, of which the last begins as another one, and the greedy tokens of transformers."""
+    """Prompts, the last with a prefix of another, and the greedy tokens of transformers."""
     import transformers
 
     reference = transformers.DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -75,7 +75,7 @@ def expected(folder: Path) -> list[tuple[list[int], list[int]]]:
 
 
 def check_engine(folder: Path, expected: list[tuple[list[int], list[int]]], **config) -> None:
-    """Compare what an engine generates for the prompts together, twice."""
+    """Compare an engine's outputs for the prompts together, twice."""
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in expected]
     with LLM(folder, config=CONFIG | config) as llm:
         for _ in range(2):
@@ -134,8 +134,8 @@ def test_ranks_have_the_same_latents(folder: Path) -> None:
         parallel = Parallel(communicator)
         return build_model(DeepseekV3, config, dtype=torch.float32, parallel=parallel).kv_specs()
 
-    for found in run_ranks(2, specs):
-        assert found == [dataclasses.replace(SPEC, num_heads=4)] * 2
+    for rank_specs in run_ranks(2, specs):
+        assert rank_specs == [dataclasses.replace(SPEC, num_heads=4)] * 2
 
 
 def test_matrices_of_heads_in_few_bits_are_those_of_transformers(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_matrices_of_heads_in_few_bits_are_those_of_transformers(tmp_path: Path)
         with torch.inference_mode():
             return Runner(model, dtype=torch.float32).logits([("a", tokens)])
 
-    for found in run_ranks(1, logits):
-        assert (found - expected).abs().max() < 1e-3
+    for rank_logits in run_ranks(1, logits):
+        assert (rank_logits - expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Models whose weights are not there: reports of config.json and an index alone."""
+"""Models without weights: reports of config.json and an index alone."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def write_index(folder: Path, parts: tuple[str, ...], size: int | None) -> None:
 
 def report(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> dict[str, Any]:
     assert main(["models", str(folder), "--json", *arguments]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
 
 
 def error(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
@@ -68,13 +68,13 @@ def error(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
 
 
 def test_a_config_alone_gives_a_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = report(capsys, write(tmp_path, LLAMA))
-    assert (found["loader"], found["implementation"]) == ("outline", "LlamaForCausalLM")
-    assert found["heads"] == [[4, 4, 32]] * 2
-    assert found["token_bytes"] == 2 * 2 * 4 * 32 * 2  # layers, keys and values, heads, size
+    content = report(capsys, write(tmp_path, LLAMA))
+    assert (content["loader"], content["implementation"]) == ("outline", "LlamaForCausalLM")
+    assert content["heads"] == [[4, 4, 32]] * 2
+    assert content["token_bytes"] == 2 * 2 * 4 * 32 * 2  # layers, keys and values, heads, size
     count = 2 * (sum(LINEAR.values()) + 2 * 128) + 128 + 2 * 1024 * 128
-    assert found["num_params"] == count
-    (group,) = found["weights"]
+    assert content["num_params"] == count
+    (group,) = content["weights"]
     assert (group["stored"], group["stored_bytes"]) == ("bfloat16", 2 * count)
     assert main(["models", str(tmp_path)]) == 0
     text = capsys.readouterr().out
@@ -99,10 +99,10 @@ def test_quantised_matrices_are_those_of_the_index(
     write(tmp_path, LLAMA, quantization_config=AWQ)
     plain = 2 * (2 * 1024 * 128 + 5 * 128)
     write_index(tmp_path, ("qweight", "qzeros", "scales"), plain + 150_000)
-    found = {group["stored"]: group for group in report(capsys, tmp_path)["weights"]}
-    assert (found["awq"]["count"], found["bfloat16"]["count"]) == (14, 7)
-    assert found["awq"]["stored_bytes"] == pytest.approx(150_000, abs=14)
-    assert found["bfloat16"]["stored_bytes"] == plain
+    groups = {group["stored"]: group for group in report(capsys, tmp_path)["weights"]}
+    assert (groups["awq"]["count"], groups["bfloat16"]["count"]) == (14, 7)
+    assert groups["awq"]["stored_bytes"] == pytest.approx(150_000, abs=14)
+    assert groups["bfloat16"]["stored_bytes"] == plain
 
 
 def test_matrices_of_bitsandbytes_have_their_codes_below_the_weight(
@@ -112,9 +112,9 @@ def test_matrices_of_bitsandbytes_have_their_codes_below_the_weight(
     plain = 2 * (2 * 1024 * 128 + 5 * 128)
     parts = ("", ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4")
     write_index(tmp_path, tuple(f"weight{part}" for part in parts), plain + 150_000)
-    found = {group["stored"]: group for group in report(capsys, tmp_path)["weights"]}
-    assert (found["bitsandbytes"]["count"], found["bfloat16"]["count"]) == (14, 7)
-    assert found["bitsandbytes"]["stored_bytes"] == pytest.approx(150_000, abs=14)
+    groups = {group["stored"]: group for group in report(capsys, tmp_path)["weights"]}
+    assert (groups["bitsandbytes"]["count"], groups["bfloat16"]["count"]) == (14, 7)
+    assert groups["bitsandbytes"]["stored_bytes"] == pytest.approx(150_000, abs=14)
 
 
 def keep_outline(folder: Path, codes: int = 0) -> None:
@@ -151,10 +151,10 @@ def test_an_index_gives_the_report_of_the_weights(
     arguments = ["--set", f"models.use={use}"]
     expected = report(capsys, tmp_path, *arguments)
     keep_outline(tmp_path)
-    found = report(capsys, tmp_path, *arguments)
-    assert (expected["loader"], found["loader"]) == ("safetensors", "outline")
-    assert found["num_params"] == expected["num_params"]
-    assert found["weights"] == expected["weights"]
+    content = report(capsys, tmp_path, *arguments)
+    assert (expected["loader"], content["loader"]) == ("safetensors", "outline")
+    assert content["num_params"] == expected["num_params"]
+    assert content["weights"] == expected["weights"]
 
 
 def test_stacked_experts_have_their_codes(
@@ -166,9 +166,9 @@ def test_stacked_experts_have_their_codes(
     config = json.loads((tmp_path / "config.json").read_text())
     write(tmp_path, config, quantization_config={"quant_method": "mxfp4"})
     keep_outline(tmp_path, codes=60_000)
-    found = {group["stored"]: group for group in report(capsys, tmp_path)["weights"]}
-    assert found["mxfp4"]["count"] == 2 * 4 * 3
-    assert found["mxfp4"]["stored_bytes"] == pytest.approx(60_000, abs=24)
+    groups = {group["stored"]: group for group in report(capsys, tmp_path)["weights"]}
+    assert groups["mxfp4"]["count"] == 2 * 4 * 3
+    assert groups["mxfp4"]["stored_bytes"] == pytest.approx(60_000, abs=24)
     text = json.loads((tmp_path / INDEX).read_text())
     lost = "model.layers.0.mlp.experts.down_proj_scales"
     del text["weight_map"][lost]
@@ -182,7 +182,7 @@ def test_stacked_experts_have_their_codes(
     ("size", "message"),
     [
         (None, "metadata.total_size: expected the bytes of all tensors, .* got None"),
-        (1000, "metadata.total_size: -524.* bytes would be left for 14 quantised matrices"),
+        (1000, "metadata.total_size: -524.* bytes would be left for 14 quantized matrices"),
         (10**9, "metadata.total_size: .* expected some, and fewer than in bfloat16"),
     ],
 )

@@ -47,10 +47,10 @@ class TestSafetensors:
         random_model("Llama").save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
         assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
         shapes = {name: t.shape for name, t in random_model("Llama").state_dict().items()}
-        one = dict(open_loader(SafetensorsLoader, folder).weights(shapes))
+        single = dict(open_loader(SafetensorsLoader, folder).weights(shapes))
         many = dict(open_loader(SafetensorsLoader, tmp_path / "sharded").weights(shapes))
-        assert set(one) == set(many)
-        assert all(torch.equal(one[name], many[name]) for name in one)
+        assert set(single) == set(many)
+        assert all(torch.equal(single[name], many[name]) for name in single)
 
     def test_missing_shard_is_named(self, tmp_path: Path) -> None:
         random_model("Llama").save_pretrained(tmp_path / "m", max_shard_size="60KB")
@@ -90,8 +90,8 @@ class TestSafetensors:
         stated = {"temperature": 1, "top_k": 20, "min_p": None, "do_sample": True, "num_beams": 2}
         self.edit(folder, "generation_config.json", **stated)
         for loader in (SafetensorsLoader, DummyLoader):
-            found = open_loader(loader, folder).config().default_sampling
-            assert found == {"temperature": 1.0, "top_k": 20}
+            sampling = open_loader(loader, folder).config().default_sampling
+            assert sampling == {"temperature": 1.0, "top_k": 20}
 
     @pytest.mark.parametrize(
         ("name", "fields", "message"),
@@ -130,8 +130,8 @@ class TestSafetensors:
         self, fields: dict[str, object], length: int, folder: Path
     ) -> None:
         self.edit(folder, "config.json", **({"max_position_embeddings": None} | fields))
-        found = open_loader(SafetensorsLoader, folder).config()
-        assert found.max_position_embeddings == length
+        config = open_loader(SafetensorsLoader, folder).config()
+        assert config.max_position_embeddings == length
 
     def test_missing_and_invalid_config_are_refused(self, folder: Path) -> None:
         (folder / "config.json").write_text("{")

@@ -107,10 +107,10 @@ def test_any_part_of_a_gguf_tensor_is_that_of_the_whole(stored):
     @settings(max_examples=40, deadline=None)
     @given(cuts=some_cuts())
     def check(cuts):
-        for name, found in loader.cut_weights(SHAPES, cuts):
+        for name, part in loader.cut_weights(SHAPES, cuts):
             cut = cuts.get(name)
             expected = whole[name] if cut is None else cut.of(whole[name])
-            assert torch.equal(numbers(found, cut), expected), (name, cut)
+            assert torch.equal(numbers(part, cut), expected), (name, cut)
 
     check()
 
@@ -123,17 +123,17 @@ def test_formats_describe_what_is_yielded(stored):
     block, size = gguf.GGML_QUANT_SIZES[kind]
     dtypes = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     for name in (Q, UP):
-        found, weight = formats[name], yielded[name]
-        assert found.name == dtypes.get(kind.name, kind.name.lower())
-        assert found.num_bytes == ROWS * COLUMNS // block * size
-        assert found.is_quantized == isinstance(weight, QuantizedWeight)
-        if found.stored is not None:
-            assert found.stored.scheme == found.name == weight.scheme
-            assert found.stored.shape == weight.shape
-            (outline,), (blocks,) = found.stored.tensors.values(), weight.tensors.values()
+        stored_format, weight = formats[name], yielded[name]
+        assert stored_format.name == dtypes.get(kind.name, kind.name.lower())
+        assert stored_format.num_bytes == ROWS * COLUMNS // block * size
+        assert stored_format.is_quantized == isinstance(weight, QuantizedWeight)
+        if stored_format.stored is not None:
+            assert stored_format.stored.scheme == stored_format.name == weight.scheme
+            assert stored_format.stored.shape == weight.shape
+            (outline,), (blocks,) = stored_format.stored.tensors.values(), weight.tensors.values()
             assert outline.is_meta
             assert (outline.shape, outline.dtype) == (blocks.shape, blocks.dtype)
-            scheme(found.name).check(found.stored)
+            scheme(stored_format.name).check(stored_format.stored)
 
 
 def test_parts_of_q_follow_the_order_of_hugging_face(tmp_path):
@@ -141,9 +141,9 @@ def test_parts_of_q_follow_the_order_of_hugging_face(tmp_path):
     loader = open_loader(GGUFLoader, path)
     stored = next(t for t in open_gguf(path).tensors if t.name == "blk.0.attn_q.weight").data
     cut = Cut(0, HEAD_SIZE, 2 * HEAD_SIZE)
-    (found,) = [w for name, w in loader.cut_weights(SHAPES, {Q: cut}) if name == Q]
-    own = stored[HEAD_SIZE : 2 * HEAD_SIZE]
-    assert np.array_equal(permute_as_llama_cpp(found.numpy(), 1), own)
+    (part,) = [w for name, w in loader.cut_weights(SHAPES, {Q: cut}) if name == Q]
+    expected_part = stored[HEAD_SIZE : 2 * HEAD_SIZE]
+    assert np.array_equal(permute_as_llama_cpp(part.numpy(), 1), expected_part)
 
 
 def around(block: int, column: int) -> int:
@@ -267,11 +267,11 @@ def test_safetensors_take_slices_of_what_is_cut(tmp_path, monkeypatch):
             return self.inner.get_tensor(name)
 
     monkeypatch.setattr(safetensors_loader, "safe_open", Recorded)
-    found = dict(loader.cut_weights(shapes, cuts))
+    parts = dict(loader.cut_weights(shapes, cuts))
     assert set(whole) == shapes.keys() - cuts.keys()
     for name, weight in weights.items():
         expected = cuts[name].of(weight) if name in cuts else weight
-        assert torch.equal(found[name], expected), name
+        assert torch.equal(parts[name], expected), name
 
 
 def test_random_weights_are_cut_of_the_same_whole(tmp_path):
@@ -280,6 +280,6 @@ def test_random_weights_are_cut_of_the_same_whole(tmp_path):
     )
     loader = open_loader(DummyLoader, tmp_path)
     whole, cuts = dict(loader.weights(SHAPES)), {Q: Cut(1, 3, 40), BIAS: Cut(0, 0, 2)}
-    for name, found in loader.cut_weights(SHAPES, cuts):
+    for name, part in loader.cut_weights(SHAPES, cuts):
         expected = cuts[name].of(whole[name]) if name in cuts else whole[name]
-        assert torch.equal(found, expected)
+        assert torch.equal(part, expected)

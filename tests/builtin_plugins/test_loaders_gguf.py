@@ -255,8 +255,8 @@ def test_ranks_have_parts_of_the_delta_rule(tmp_path: Path) -> None:
         return Runner(model, dtype=torch.float32).logits([("a", tokens)])
 
     expected = reference(torch.tensor([tokens])).logits[0]
-    for found in run_ranks(2, logits):
-        assert (found - expected).abs().max() < NEXT_NEAR
+    for rank_logits in run_ranks(2, logits):
+        assert (rank_logits - expected).abs().max() < NEXT_NEAR
 
 
 def test_ranks_cannot_divide_value_heads_that_alternate(tmp_path: Path) -> None:
@@ -555,13 +555,13 @@ def test_the_file_does_not_stay_in_memory_behind_its_weights(tmp_path: Path) -> 
     write_gguf(path, model, "llama", kinds=lambda _: "Q8_0")
     loader = open_loader(GGUFLoader, path)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    most, kept = 0, []
+    most, read = 0, []
     for _, weight in loader.weights(shapes):
-        kept.append(weight)
+        read.append(weight)
         if not isinstance(weight, torch.Tensor):
             weight.tensors["blocks"].sum()
         most = max(most, resident(path))
     assert most > 200  # KiB
     assert resident(path) < most / 2
-    sums = [w.tensors["blocks"].sum() for w in kept if not isinstance(w, torch.Tensor)]
+    sums = [w.tensors["blocks"].sum() for w in read if not isinstance(w, torch.Tensor)]
     assert all(sums)  # they are read again

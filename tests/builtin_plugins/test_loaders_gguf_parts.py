@@ -47,9 +47,9 @@ def whole(tmp_path: Path) -> Path:
 def parts(whole: Path, tmp_path: Path) -> list[Path]:
     """The parts of a file, as llama-gguf-split writes them."""
     copy(whole, tmp_path / "m.gguf", per_part=8)
-    found = sorted(tmp_path.glob("m-*.gguf"))
-    assert len(found) > 2
-    return found
+    files = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(files) > 2
+    return files
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
@@ -61,9 +61,9 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_split_file_has_the_weights_of_the_whole_one(whole: Path, parts: list[Path]) -> None:
-    expected, found = weights_of(whole), weights_of(parts[0])
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+    expected, weights = weights_of(whole), weights_of(parts[0])
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
 def test_a_part_that_changes_is_noticed(parts: list[Path]) -> None:

@@ -41,7 +41,7 @@ def copies(folder: Path, stale: str) -> None:
     """Put a stale copy of each tensor into every shard that it is not assigned to."""
     files, weights = weight_map(folder), random_model("Llama").state_dict()
     for file in dict.fromkeys(files.values()):
-        others = {name for name, own in files.items() if own != file}
+        others = {name for name, assigned in files.items() if assigned != file}
         add(folder, file, {name: STALE[stale](weights[name]) for name in sorted(others)})
 
 
@@ -68,9 +68,9 @@ def test_tensors_beside_a_weight_in_another_file_make_it_no_quantized_one(sharde
     other = next(file for file in files.values() if file != files[name])
     weights = random_model("Llama").state_dict()
     add(sharded, other, {name: STALE[stale](weights[name])})
-    shapes = {one: tensor.shape for one, tensor in weights.items()}
-    found = dict(open_loader(SafetensorsLoader, sharded).weights(shapes))
-    assert torch.equal(found[name], weights[name])
+    shapes = {weight_name: tensor.shape for weight_name, tensor in weights.items()}
+    read = dict(open_loader(SafetensorsLoader, sharded).weights(shapes))
+    assert torch.equal(read[name], weights[name])
 
 
 def test_a_file_that_the_index_does_not_name_is_not_read(sharded):
@@ -78,8 +78,8 @@ def test_a_file_that_the_index_does_not_name_is_not_read(sharded):
     stale = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     save_file(stale, sharded / "a-leftover.safetensors", {"format": "pt"})
     shapes = {name: tensor.shape for name, tensor in expected.items()}
-    found = dict(open_loader(SafetensorsLoader, sharded).weights(shapes))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    read = dict(open_loader(SafetensorsLoader, sharded).weights(shapes))
+    assert all(torch.equal(read[name], expected[name]) for name in expected)
 
 
 def test_a_tensor_that_its_own_file_lacks_is_not_taken_from_another(sharded):
@@ -91,5 +91,5 @@ def test_a_tensor_that_its_own_file_lacks_is_not_taken_from_another(sharded):
     save_file(tensors, sharded / files[name], {"format": "pt"})
     other = next(file for file in files.values() if file != files[name])
     add(sharded, other, {name: torch.zeros_like(right)})
-    found = dict(open_loader(SafetensorsLoader, sharded).weights({name: right.shape}))
-    assert name not in found
+    read = dict(open_loader(SafetensorsLoader, sharded).weights({name: right.shape}))
+    assert name not in read

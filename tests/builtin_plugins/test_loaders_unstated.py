@@ -1,4 +1,4 @@
-"""Safetensors that do not state what they are: without a scheme, without the name of the body."""
+"""Safetensors with missing statements: without a scheme, without the name of the body."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loader_of(folder, tensors):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "what"),
+    ("tensors", "problem"),
     [
         ({UP: torch.zeros(4, 6).to(torch.float8_e4m3fn)}, "is stored as float8_e4m3fn"),
         (
@@ -30,9 +30,9 @@ def loader_of(folder, tensors):
         ),
     ],
 )
-def test_codes_without_a_scheme_are_refused(tmp_path, tensors, what):
+def test_codes_without_a_scheme_are_refused(tmp_path, tensors, problem):
     loader = loader_of(tmp_path, tensors)
-    with pytest.raises(ModelError, match=rf"config.json: {UP} {what}: {WANTED}"):
+    with pytest.raises(ModelError, match=rf"config.json: {UP} {problem}: {WANTED}"):
         loader.formats({UP: (4, 6)})
 
 

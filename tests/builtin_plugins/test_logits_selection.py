@@ -1,4 +1,4 @@
-"""The quick ways on the CPU give, bit for bit, what the plain ones give."""
+"""The fast paths on the CPU return the same bits as the plain ones."""
 
 from __future__ import annotations
 

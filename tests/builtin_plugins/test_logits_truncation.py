@@ -28,11 +28,11 @@ row_values = st.lists(
 
 @functools.cache
 def all_ops():
-    """Return the operations that run here; those of the torch path first."""
-    found = [load_ops(torch.float32)]
+    """Return the operations available here, of the torch path first."""
+    paths = [load_ops(torch.float32)]
     with contextlib.suppress(ModelError):
-        found.append(load_ops(torch.float32, use="native_cpu"))
-    return found
+        paths.append(load_ops(torch.float32, use="native_cpu"))
+    return paths
 
 
 def run(cls, name, field, values, logits):
@@ -48,8 +48,8 @@ def run(cls, name, field, values, logits):
 
 
 def keeps_the_rest(result, logits):
-    kept = result > -math.inf
-    return torch.equal(result[kept], logits[kept])
+    is_kept = result > -math.inf
+    return torch.equal(result[is_kept], logits[is_kept])
 
 
 class TestTopK:
@@ -87,13 +87,13 @@ class TestTopP:
         result = run(TopP, "top_p", "top_p", [p for p, _ in rows], logits)
         for (p, _), before, after in zip(rows, logits.double(), result, strict=True):
             probs = before.softmax(-1)
-            kept = after > -math.inf
-            total = probs[kept].sum()
+            is_kept = after > -math.inf
+            total = probs[is_kept].sum()
             assert total >= min(p, 1) - 1e-6
             if p < 1:  # without the least likely ones that were kept, p is not reached
-                least = before[kept].min()
+                least = before[is_kept].min()
                 assert probs[before > least].sum() < p + 1e-6
-                assert torch.equal(kept, before >= least)
+                assert torch.equal(is_kept, before >= least)
             else:
                 assert torch.equal(after, before.float())
         assert keeps_the_rest(result, logits)
@@ -123,10 +123,10 @@ class TestTopP:
         logits[2] = logits[2].round()  # many ties
         logits[3, 5] = -math.inf
         values = [0.9, 0.9999, 0.99, 0.9999, 1.0, 0.999999, 0.5, 0.05]
-        found = run(TopP, "top_p", "top_p", values, logits)
+        actual = run(TopP, "top_p", "top_p", values, logits)
         expected = logits.clone()
         Ops.keep_top_p(all_ops()[0], expected, torch.tensor(values).unsqueeze(1))
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
     def test_rows_are_not_sorted_whole(self, monkeypatch):
         sizes, argsort = [], np.argsort

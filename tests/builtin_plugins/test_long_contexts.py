@@ -66,7 +66,7 @@ def test_chunks_of_a_long_sequence_equal_transformers(scaling: str, tmp_path: Pa
     runner = Runner(model, dtype=torch.float32, num_blocks=LENGTH // 16 + 2)
     start, rows = 0, 1000
     while start < LENGTH:
-        found = runner.logits([("a", tokens[start : start + rows])])
-        difference = (found - expected[start : start + len(found)]).abs().max()
+        logits = runner.logits([("a", tokens[start : start + rows])])
+        difference = (logits - expected[start : start + len(logits)]).abs().max()
         assert difference < 1e-4 * expected.abs().max(), f"positions from {start}"
-        start, rows = start + len(found), 5000 - rows  # 1000 and 4000 in turn
+        start, rows = start + len(logits), 5000 - rows  # 1000 and 4000 in turn

@@ -242,11 +242,11 @@ def test_the_experts_of_each_token_are_those_of_transformers(variant) -> None:
             )
     reference(torch.tensor([TOKENS]))
     for layer in range(layers):
-        found = routed[:, layer].long()
+        experts = routed[:, layer].long()
         if layer in chosen:
-            assert torch.equal(found.sort().values, chosen[layer].sort().values)
+            assert torch.equal(experts.sort().values, chosen[layer].sort().values)
         else:
-            assert (found == -1).all()
+            assert (experts == -1).all()
 
 
 @pytest.mark.parametrize("limit", [None, 0, 2, 5])

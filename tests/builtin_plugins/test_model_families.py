@@ -167,10 +167,10 @@ def test_bfloat16_stays_close(variant) -> None:
     reference, kind, folder = variant
     model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.bfloat16)
     expected = reference(torch.tensor([TOKENS])).logits[0]
-    found = Runner(model, dtype=torch.bfloat16).logits([("a", TOKENS)])
+    logits = Runner(model, dtype=torch.bfloat16).logits([("a", TOKENS)])
     rounded = type(reference).from_pretrained(folder, dtype=torch.bfloat16)
     theirs = rounded(torch.tensor([TOKENS])).logits[0].float()
-    assert (found - expected).norm() < 1.1 * (theirs - expected).norm()
+    assert (logits - expected).norm() < 1.1 * (theirs - expected).norm()
 
 
 def test_the_original_context_of_phi3_is_4096_unless_configured():
@@ -257,10 +257,10 @@ def test_wrong_fields_are_named(kind, fields: dict, message: str) -> None:
 def test_what_a_config_of_smollm3_leaves_out_is_as_in_transformers() -> None:
     import transformers
 
-    given = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
-    reference = transformers.SmolLM3Config(**given)
+    fields = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
+    reference = transformers.SmolLM3Config(**fields)
     config = ModelConfig(
-        architecture="SmolLM3ForCausalLM", hf=given, vocab_size=97, max_position_embeddings=256
+        architecture="SmolLM3ForCausalLM", hf=fields, vocab_size=97, max_position_embeddings=256
     )
     model = build_model(SmolLM3, config, dtype=torch.float32)
     hf = SmolLM3.config_defaults

@@ -94,7 +94,7 @@ def test_bfloat16_is_as_close_as_in_transformers(variant, backend) -> None:
     reference, kind, folder = variant
     model = load_model(kind, open_loader(SafetensorsLoader, folder), dtype=torch.bfloat16)
     expected = reference(torch.tensor([TOKENS])).logits[0]
-    found = Runner(model, dtype=torch.bfloat16, attention=backend).logits([("a", TOKENS)])
+    logits = Runner(model, dtype=torch.bfloat16, attention=backend).logits([("a", TOKENS)])
     rounded = type(reference).from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="eager"
     )
@@ -102,7 +102,7 @@ def test_bfloat16_is_as_close_as_in_transformers(variant, backend) -> None:
         model.embed(torch.tensor(TOKENS)), rounded.model.embed_tokens(torch.tensor(TOKENS))
     )
     theirs = rounded(torch.tensor([TOKENS])).logits[0].float()
-    assert (found - expected).norm() < 1.1 * (theirs - expected).norm()
+    assert (logits - expected).norm() < 1.1 * (theirs - expected).norm()
 
 
 @torch.inference_mode()

@@ -69,19 +69,19 @@ def test_experts_are_copied_as_they_come(tmp_path: Path) -> None:
     save("qwen3_moe", *FAMILIES["qwen3_moe"], tmp_path)
     loader = open_loader(SafetensorsLoader, tmp_path)
     model = build_model(ThroughTransformers, loader.config(), dtype=torch.float32)
-    given: list[weakref.ref[torch.Tensor]] = []
+    references: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
     def watched() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in loader.weights(model.weight_shapes()):
             assert isinstance(tensor, torch.Tensor)
             if ".experts." in name:
-                given.append(weakref.ref(tensor))
-                alive.append(sum(one() is not None for one in given))
+                references.append(weakref.ref(tensor))
+                alive.append(sum(reference() is not None for reference in references))
             yield name, tensor
 
     model.load_weights(watched())
-    assert len(given) == 2 * 4 * 3
+    assert len(references) == 2 * 4 * 3
     assert max(alive) <= 2  # this one, and the one before, which the model has just copied
 
 
@@ -94,8 +94,8 @@ def test_sinks_that_are_no_parameter_of_the_layer_are_refused(
     config = open_loader(SafetensorsLoader, tmp_path).config()
 
     def doubled(self: torch.nn.Module, name: str) -> Any:
-        found = torch.nn.Module.__getattr__(self, name)
-        return found * 2 if name == "sinks" else found
+        value = torch.nn.Module.__getattr__(self, name)
+        return value * 2 if name == "sinks" else value
 
     monkeypatch.setattr(GptOssAttention, "__getattr__", doubled, raising=False)
     message = r"layers\.0\.self_attn: sinks \(s_aux\) that are no parameter of the layer: \[4\] n"

@@ -38,9 +38,9 @@ def opened():
         return executors[-1]
 
     yield start
-    for one in executors:
-        one.close()
-        one.close()
+    for started in executors:
+        started.close()
+        started.close()
     executors.clear()
     nothing_left(before)
 
@@ -53,9 +53,9 @@ def clock(monkeypatch):
 
 def begin(workers, number, *orders, sampling=()):
     """Begin a step; return the future of its result."""
-    one = plan(number, *orders, sampling=sampling)
-    assert workers.execute_model(one).result(60) is None
-    return workers.sample_tokens(one)
+    step = plan(number, *orders, sampling=sampling)
+    assert workers.execute_model(step).result(60) is None
+    return workers.sample_tokens(step)
 
 
 def step(workers, number, *orders, sampling=()):
@@ -87,9 +87,9 @@ def test_results_come_in_the_order_of_plans_of_which_several_are_under_way(opene
     workers = opened(1, 2)
     plans = [plan(number, f"{number % 2} sleep 0.01") for number in range(1, 9)]
     futures = []
-    for one in plans:
-        workers.execute_model(one)
-        futures.append(workers.sample_tokens(one))
+    for step in plans:
+        workers.execute_model(step)
+        futures.append(workers.sample_tokens(step))
     assert [future.result(60).sampled_token_ids["r"] for future in futures] == [
         [number] for number in range(1, 9)
     ]
@@ -202,10 +202,10 @@ def test_the_death_of_a_rank_ends_everything_within_a_second(opened, rank, when)
         meters = workers.collective_rpc("plugin_meters")[rank]
         os.kill(meters["process"].steps, signal.SIGKILL)
     else:
-        one = plan(2, f"{rank} {'exit 3' if when == 'exit' else 'kill'}", other)
+        last_step = plan(2, f"{rank} {'exit 3' if when == 'exit' else 'kill'}", other)
         if when == "sampling":
-            one = plan(2, sampling=[f"{rank} kill", other])
-        futures = [workers.execute_model(one), workers.sample_tokens(one)]
+            last_step = plan(2, sampling=[f"{rank} kill", other])
+        futures = [workers.execute_model(last_step), workers.sample_tokens(last_step)]
         with pytest.raises(EngineDeadError, match=f"of rank {rank} "):
             futures[1].result(60)
     wait_until(lambda: failures, 30)
@@ -264,7 +264,7 @@ def test_ranks_that_a_call_leaves_out_of_step_are_lost(opened, monkeypatch):
     began = time.process_time()
     time.sleep(0.5)  # in which rank 2 answers
     assert time.process_time() - began < 0.3
-    assert [str(one) for one in failures] == ["no room"]
+    assert [str(failure) for failure in failures] == ["no room"]
 
 
 def test_an_interrupt_while_a_call_is_sent_leaves_the_ranks_in_step(opened, monkeypatch):
@@ -302,15 +302,15 @@ def test_a_fork_closes_without_the_locks_that_a_thread_had(monkeypatch):
         )
         group = RankProcesses(executor(2).context, SocketSender(2))
         patch.setattr(os, "getpid", lambda: -1)
-        for one in made:
-            one.acquire()
+        for made_lock in made:
+            made_lock.acquire()
         fork = threading.Thread(target=group.close, daemon=True)
         fork.start()
         fork.join(60)
         assert made
         assert not fork.is_alive()
-    for one in made:
-        one.release()
+    for made_lock in made:
+        made_lock.release()
     group.close()
 
 

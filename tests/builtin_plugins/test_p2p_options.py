@@ -1,4 +1,4 @@
-"""Who may ask an engine for blocks, and where: what is refused, and keys over TCP."""
+"""Peers that may ask an engine for blocks, and addresses: rejected ones, and keys over TCP."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TestAddresses:
             for rank in range(2):
                 options = {
                     "listen": f"ipc://{tmp_path}/s/{name}{{rank}}",
-                    "peers": {one: f"ipc://{tmp_path}/s/{one}{{rank}}" for one in "ab"},
+                    "peers": {name: f"ipc://{tmp_path}/s/{name}{{rank}}" for name in "ab"},
                     **PATIENT,
                 }
                 context = peer_context(name, options, world_size=2, rank=rank)
@@ -178,16 +178,16 @@ class TestSocketFolder:
         (tmp_path / "open").chmod(0o755)
         address = f"ipc://{tmp_path}/open/a.sock"
         b = peers.open("b", peers={"a": address}, retry_seconds=0.01)
-        asked = []
+        polls = []
         with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
             for _ in range(2):  # before somebody listens, and after
                 assert b.lookup([key(1)]) == [False]
                 assert not b.fetch("a", key(1), block(), 0.2)
                 b.renew([key(1)], "a")
-                if not asked:
+                if not polls:
                     impostor.bind(address)
-                asked.append(impostor.poll(100))
-        assert asked == [0, 0]
+                polls.append(impostor.poll(100))
+        assert polls == [0, 0]
         assert peers.faults == [
             f"peer 'a': {address!r}: expected a folder that only this user can enter (chmod 700), "
             f"got {str(tmp_path / 'open')!r} with mode 755 of user {os.geteuid()}"
@@ -223,19 +223,21 @@ class TestSocketFolder:
 class TestKeys:
     def tcp(self, tmp_path, **options):
         peers, keys = {"b": "tcp://127.0.0.1:9"}, {"b": PUBLIC}
-        given = {"listen": "tcp://127.0.0.1:9", "peers": peers, "public_keys": keys}
+        settings = {"listen": "tcp://127.0.0.1:9", "peers": peers, "public_keys": keys}
         default = key_file(tmp_path, name="default")
-        return refused(**{**given, "secret_key_file": default, **options})
+        return refused(**{**settings, "secret_key_file": default, **options})
 
     def test_tcp_needs_keys_also_on_this_machine(self, tmp_path):
         assert self.tcp(tmp_path, secret_key_file=None) == (
-            "plugin.p2p.secret_key_file: expected a file, for tcp://127.0.0.1:9 has no other "
-            "protection; ipc:///PATH needs none"
+            "plugin.p2p.secret_key_file: expected a file, got none. tcp://127.0.0.1:9 has no other "
+            "protection; use ipc:///PATH to listen without keys"
         )
         message = self.tcp(tmp_path, public_keys={"c": PUBLIC})
         assert message == "plugin.p2p.public_keys: expected one of 'b', at tcp://127.0.0.1:9"
         message = self.tcp(tmp_path, public_keys={}, peers={})
-        assert message.startswith("plugin.p2p.public_keys: expected those of who may ask at tcp:")
+        assert message.startswith(
+            "plugin.p2p.public_keys: expected the keys of peers that may connect to tcp:"
+        )
 
     @pytest.mark.parametrize("public", ["", "short", PUBLIC[:-1], "~" * 40, PUBLIC + "x", "ä" * 40])
     def test_a_public_key_is_one(self, tmp_path, public):
@@ -279,8 +281,8 @@ class TestKeys:
 
         def owned_by(user):
             def changed(descriptor):
-                found = fstat(descriptor)
-                return os.stat_result((*found[:4], user, *found[5:10]))
+                status = fstat(descriptor)
+                return os.stat_result((*status[:4], user, *status[5:10]))
 
             monkeypatch.setattr(os, "fstat", changed)
 
@@ -297,19 +299,19 @@ class TestKeys:
 
 @pytest.fixture
 def tcp(tmp_path, free_port):
-    """Three engines with keys, of which a and b know each other."""
+    """Three engines with keys; a and b know each other."""
     pairs = {name: zmq.curve_keypair() for name in "abc"}
     opened, ports = [], {}
 
     def open_store(name, secret_of=None, host="127.0.0.1", **options):
         if not ports:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            ports.update({one: free_port(family, host.strip("[]")) for one in "abc"})
+            ports.update({peer: free_port(family, host.strip("[]")) for peer in "abc"})
         file = key_file(tmp_path, pairs[secret_of or name][1].decode(), name=f"key-{name}")
         options = {
             "listen": f"tcp://{host}:{ports[name]}",
-            "peers": {one: f"tcp://{host}:{ports[one]}" for one in "ab" if one != name},
-            "public_keys": {one: pairs[one][0].decode() for one in "ab"},
+            "peers": {peer: f"tcp://{host}:{ports[peer]}" for peer in "ab" if peer != name},
+            "public_keys": {peer: pairs[peer][0].decode() for peer in "ab"},
             "secret_key_file": file,
             **PATIENT,
             **options,
@@ -367,11 +369,11 @@ class TestOverTcp:
 
 def test_an_engine_of_several_has_an_address_of_its_own():
     address = "ipc:///tmp/kv/{engine_id}-{rank}"
-    found = [
+    addresses = [
         p2p_addresses.address_of_rank(address, "plugin.p2p.listen", rank, 2, engine_id)
         for engine_id in ("a", "a-1")
         for rank in (0, 1)
     ]
-    assert found == [f"ipc:///tmp/kv/{name}" for name in ("a-0", "a-1", "a-1-0", "a-1-1")]
+    assert addresses == [f"ipc:///tmp/kv/{name}" for name in ("a-0", "a-1", "a-1-0", "a-1-1")]
     with pytest.raises(ConfigError, match="^kv_connector.engine_id: expected one, for .engine_id"):
         p2p_addresses.address_of_rank(address, "plugin.p2p.listen", 0, 1)

@@ -88,8 +88,8 @@ class TestForAnybody:
         a, b = peers.open("a"), peers.open("b")
         for number in range(0, 3000, 7):
             a.store(key(number), block(1))
-        found = b.lookup([key(number) for number in range(3000)])
-        assert [number for number, is_there in enumerate(found) if is_there] == list(
+        results = b.lookup([key(number) for number in range(3000)])
+        assert [number for number, is_there in enumerate(results) if is_there] == list(
             range(0, 3000, 7)
         )
 
@@ -465,7 +465,7 @@ class TestHostilePeers:
 
 
 class TestLyingPeers:
-    """Somebody listens in the place of a peer, and answers what it likes."""
+    """Somebody listens at the address of a peer, and sends arbitrary answers."""
 
     @pytest.fixture
     def liar(self, peers):
@@ -549,14 +549,14 @@ class TestPeersThatAreGone:
         b = peers.open("b", retry_seconds=5.0)
         for _ in range(3):
             assert not b.fetch("a", key(1), block(), 60.0)
-        told = "peer 'a': no engine listens at its address; what it has is computed here"
+        told = "peer 'a': no engine listens at its address; its blocks are computed here"
         assert peers.faults == [told]
         clock.advance(5.1)
         assert b.lookup([key(1)]) == [False]
         assert peers.faults == [told] * 2
 
     def test_one_that_hangs_is_reported_and_no_more_once_it_answers(self, peers):
-        """A socket that accepts and does not speak, as that of a process that is stopped."""
+        """A socket that accepts and does not speak, as of a stopped process."""
         address = peers.address("a").removeprefix("ipc://")
         os.makedirs(os.path.dirname(address), mode=0o700)
         b = peers.open("b", retry_seconds=3600.0, connect_seconds=0.2)
@@ -565,7 +565,7 @@ class TestPeersThatAreGone:
             hung.listen()
             for _ in range(2):
                 assert not b.fetch("a", key(1), block(), 0.4)
-        assert peers.faults == ["peer 'a': it does not answer; what it has is computed here"]
+        assert peers.faults == ["peer 'a': it does not answer; its blocks are computed here"]
         os.unlink(address)
         a = peers.open("a")
         a.offer(key(1), block(5), 3600.0)

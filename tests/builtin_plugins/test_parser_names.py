@@ -1,4 +1,4 @@
-"""Output parsers by the names that they have elsewhere, and by what chat templates show."""
+"""Output parsers by their names in vLLM, and by the markers of chat templates."""
 
 # ruff: noqa: RUF001 - the markers of Step are written so
 
@@ -52,14 +52,14 @@ OF_VLLM = {
 
 @pytest.mark.parametrize("kind", OF_VLLM)
 def test_parsers_are_known_by_the_names_of_vllm(kind):
-    for name, own in OF_VLLM[kind].items():
-        assert PLUGINS.get(kind, name).name == own, name
+    for name, expected in OF_VLLM[kind].items():
+        assert PLUGINS.get(kind, name).name == expected, name
 
 
 def test_an_own_name_comes_first_and_an_unknown_one_is_refused():
     for kind in OF_VLLM:
-        own = {entry.name for entry in PLUGINS.entries(kind)}
-        assert all(PLUGINS.get(kind, name).name == name for name in own)
+        names = {entry.name for entry in PLUGINS.entries(kind)}
+        assert all(PLUGINS.get(kind, name).name == name for name in names)
     with pytest.raises(PluginNotFoundError, match="tool_parsers: no component 'deepseek_r1' is"):
         PLUGINS.get("tool_parsers", "deepseek_r1")
     assert PLUGINS.find("nothing", "openai") is None
@@ -89,7 +89,7 @@ SHOWN = [
 ]
 
 
-@pytest.mark.parametrize(("tools", "reasoning", "template"), SHOWN, ids=[one[0] for one in SHOWN])
+@pytest.mark.parametrize(("tools", "reasoning", "template"), SHOWN, ids=[case[0] for case in SHOWN])
 def test_a_template_shows_its_parsers(tools, reasoning, template):
     for kind, name in (("tool_parsers", tools), ("reasoning_parsers", reasoning)):
         fitting = {
@@ -98,7 +98,7 @@ def test_a_template_shows_its_parsers(tools, reasoning, template):
             if (marks := PLUGINS.target(entry).template_marks)
             if all(mark in template for mark in marks)
         }
-        best = [found for found in fitting if fitting[found] == max(fitting.values())]
+        best = [parser for parser in fitting if fitting[parser] == max(fitting.values())]
         assert best == ([name] if name else []), kind
 
 

@@ -67,14 +67,14 @@ def check_bytes(name: str, rows: int, count: int, seed: int) -> None:
     assert matrix.shape == weight.shape == (rows, count * block)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(data, kind) if rows else np.empty(matrix.shape)
-    found = matrix.dequantize().numpy()
-    assert np.array_equal(found, expected, equal_nan=True)
+    weights = matrix.dequantize().numpy()
+    assert np.array_equal(weights, expected, equal_nan=True)
     if np.isfinite(expected).all():
         assert matrix.is_finite()
     for start in range(0, count * block, matrix.alignment):
         part = matrix.columns(start, start + matrix.alignment).dequantize().numpy()
-        own = expected[:, start : start + matrix.alignment]
-        assert np.array_equal(part, own, equal_nan=True)
+        expected_part = expected[:, start : start + matrix.alignment]
+        assert np.array_equal(part, expected_part, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,9 +161,9 @@ def folder(tmp_path_factory) -> Path:
 def test_mixed_files_equal_the_dequantised_model(family, kinds, fields, use, folder) -> None:
     loader, reference = written(folder, family, kinds, fields)
     model = load_model(FAMILIES[family][1], loader, dtype=torch.float32, use=use)
-    found = Runner(model, dtype=torch.float32).logits([("a", TOKENS)])
+    actual = Runner(model, dtype=torch.float32).logits([("a", TOKENS)])
     expected = reference(torch.tensor([TOKENS])).logits[0]
-    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 EXPERTS = {
@@ -188,8 +188,9 @@ def test_experts_that_are_quantised_equal_the_dequantised_model(form, folder) ->
     loader = open_loader(GGUFLoader, folder / "experts.gguf")
     expected = reference(torch.tensor([TOKENS])).logits[0]
     for ranks, expert in ((1, False), (2, False), (2, True)):
-        for found in run_ranks(ranks, lambda rank: logits(Qwen3Moe, loader, rank, expert=expert)):  # noqa: B023
-            assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+        run = functools.partial(logits, Qwen3Moe, loader, expert=expert)
+        for rank_logits in run_ranks(ranks, run):
+            assert (rank_logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def logits(
@@ -219,8 +220,8 @@ def test_two_ranks_equal_one(kinds, family, folder) -> None:
     loader, _ = written(folder, family, kinds, LARGE)
     kind = FAMILIES[family][1]
     (whole,) = run_ranks(1, lambda rank: logits(kind, loader, rank))
-    for found in run_ranks(2, lambda rank: logits(kind, loader, rank)):
-        assert (found - whole).abs().max() < 1e-4 * whole.abs().max()
+    for rank_logits in run_ranks(2, lambda rank: logits(kind, loader, rank)):
+        assert (rank_logits - whole).abs().max() < 1e-4 * whole.abs().max()
 
 
 def test_blocks_that_a_cut_divides_are_refused_or_dequantised(folder) -> None:
@@ -232,11 +233,11 @@ def test_blocks_that_a_cut_divides_are_refused_or_dequantised(folder) -> None:
     )
     assert str(refused.value).endswith(
         " of 256 cannot be cut from blocks of 256 columns, the part that a rank has; expected "
-        "fewer ranks (parallel.tensor), or quantization.use = 'none', which dequantises"
+        "fewer ranks (parallel.tensor), or quantization.use = 'none', which dequantizes"
     )
     expected = reference(torch.tensor([TOKENS])).logits[0]
-    for found in run_ranks(2, lambda rank: logits(Llama, loader, rank, "none")):
-        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    for rank_logits in run_ranks(2, lambda rank: logits(Llama, loader, rank, "none")):
+        assert (rank_logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 SCALED = ("Q2_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_S", "IQ4_NL", "IQ4_XS")

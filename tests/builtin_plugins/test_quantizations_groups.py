@@ -1,4 +1,4 @@
-"""int8 and int4, made from numbers: how near they are, and what is special."""
+"""int8 and int4, quantized from numbers: errors, and special cases."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def spread(found: AffineCodes) -> torch.Tensor:
+def spread(codes: AffineCodes) -> torch.Tensor:
     """Return the scale of each weight."""
-    return found.scales.float().repeat_interleave(found.group, 1)[:, : found.shape[1]]
+    return codes.scales.float().repeat_interleave(codes.group, 1)[:, : codes.shape[1]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,15 +34,15 @@ def spread(found: AffineCodes) -> torch.Tensor:
 def test_eight_bits_are_within_half_a_step(rows, columns, group, size, seed):
     weight = draw(rows, columns, seed=seed) * size
     before = weight.clone()
-    found = build_scheme(Int8, group_size=group).quantize(weight)
+    codes = build_scheme(Int8, group_size=group).quantize(weight)
     assert torch.equal(weight, before)
-    assert found.shape == (rows, columns)
-    assert found.codes.dtype == torch.int8
+    assert codes.shape == (rows, columns)
+    assert codes.codes.dtype == torch.int8
     # Rounding to float16 moves the largest codes: by more where a scale is as small as it can be.
     # So it is in a group of few numbers, which may be nearly the same.
     slack = 1e-3 * weight.abs().max() * (0 < columns % group <= 4)
-    assert ((found.dequantize() - weight).abs() <= 1.6 * spread(found) + slack).all()
-    assert int(found.codes.min()) >= -128
+    assert ((codes.dequantize() - weight).abs() <= 1.6 * spread(codes) + slack).all()
+    assert int(codes.codes.min()) >= -128
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,12 +56,12 @@ def test_eight_bits_are_within_half_a_step(rows, columns, group, size, seed):
 )
 def test_four_bits_are_at_least_as_good_as_rounding(rows, columns, group, size, shift, seed):
     weight = (draw(rows, columns, seed=seed) + shift) * size
-    found = build_scheme(Int4, group_size=group).quantize(weight)
-    assert found.shape == (rows, columns)
-    assert found.codes.dtype == torch.uint8
-    assert int(found.codes.max()) <= 15
+    codes = build_scheme(Int4, group_size=group).quantize(weight)
+    assert codes.shape == (rows, columns)
+    assert codes.codes.dtype == torch.uint8
+    assert int(codes.codes.max()) <= 15
     rounded = torch.cat([rounding(part) for part in weight.split(group, 1)], 1)
-    error, plain = (((w - weight) / size).square().sum() for w in (found.dequantize(), rounded))
+    error, plain = (((w - weight) / size).square().sum() for w in (codes.dequantize(), rounded))
     assert error <= plain * 1.02 + 1e-6 * ((weight / size) ** 2).sum()
 
 
@@ -74,9 +74,9 @@ def rounding(weight: torch.Tensor) -> torch.Tensor:
 
 def test_four_bits_of_normal_numbers_have_less_error_than_rounding():
     weight = draw(512, 512)
-    found = build_scheme(Int4, group_size=32).quantize(weight).dequantize()
+    weights = build_scheme(Int4, group_size=32).quantize(weight).dequantize()
     plain = torch.cat([rounding(part) for part in weight.split(32, 1)], 1)
-    assert (found - weight).square().sum() < 0.85 * (plain - weight).square().sum()
+    assert (weights - weight).square().sum() < 0.85 * (plain - weight).square().sum()
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
@@ -105,9 +105,9 @@ def test_a_matrix_of_many_rows_is_quantised_a_part_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_zeros_are_zeros(kind):
-    found = build_scheme(kind).quantize(torch.zeros(4, 100))
-    assert not found.dequantize().any()
-    assert found.scales.dtype == torch.float16
+    codes = build_scheme(kind).quantize(torch.zeros(4, 100))
+    assert not codes.dequantize().any()
+    assert codes.scales.dtype == torch.float16
     assert build_scheme(kind).quantize(torch.zeros(0, 64)).shape == (0, 64)
 
 
@@ -115,8 +115,8 @@ def test_zeros_are_zeros(kind):
 @pytest.mark.parametrize("number", [1.0, -0.3, 1e-8, -7e4, 1e30, 2.0**-130])
 def test_groups_of_one_number_are_that_number(kind, number):
     weight = torch.full((3, 70), number)
-    found = build_scheme(kind).quantize(weight).dequantize()
-    assert torch.allclose(found, weight, rtol=5e-3, atol=1e-36)
+    weights = build_scheme(kind).quantize(weight).dequantize()
+    assert torch.allclose(weights, weight, rtol=5e-3, atol=1e-36)
 
 
 @pytest.mark.parametrize("kind", SCHEMES)

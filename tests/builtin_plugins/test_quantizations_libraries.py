@@ -1,4 +1,4 @@
-"""FP8, bitsandbytes and others: what their libraries wrote is what they dequantise it to."""
+"""FP8, bitsandbytes and others: files of their libraries, as the libraries dequantize them."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def test_what_a_library_wrote_is_read_as_it_dequantises_it(key):
     scheme, case = scheme_of(key)
     outline = {name: tensor.to("meta") for name, tensor in case.tensors.items()}
     scheme.check(stored(case, **outline))
-    found = scheme.read(stored(case))
+    matrix = scheme.read(stored(case))
     rounding = 2e-7 if "zeros" in key else 0  # offsets are rounded apart
-    assert torch.allclose(found.dequantize(), case.numbers, rtol=3e-7, atol=rounding)
-    assert isinstance(found, AffineCodes if key in CODES else DenseMatrix)
-    assert torch.equal(found.columns(0, 32).dequantize(), found.dequantize()[:, :32])
+    assert torch.allclose(matrix.dequantize(), case.numbers, rtol=3e-7, atol=rounding)
+    assert isinstance(matrix, AffineCodes if key in CODES else DenseMatrix)
+    assert torch.equal(matrix.columns(0, 32).dequantize(), matrix.dequantize()[:, :32])
     if key in CODES:
-        assert scheme.stored_bytes(found.shape) == pytest.approx(num_bytes(found), rel=0.05)
+        assert scheme.stored_bytes(matrix.shape) == pytest.approx(num_bytes(matrix), rel=0.05)
     if key in INTEGERS and "groups" not in key:
-        assert found.bits == (4 if "int4" in key else 8)
+        assert matrix.bits == (4 if "int4" in key else 8)
 
 
 @pytest.mark.nightly
@@ -211,7 +211,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (FP8, BLOCKS | {"expert_dtype": "fp4"}, "expert_dtype: expected fp8, got 'fp4'"),
         (FP8, BLOCKS | {"weight_block_size": 128}, "weight_block_size: expected two whole numbers"),
         (FP8, BLOCKS | {"weight_block_size": [0, 1]}, "two whole numbers >= 1, got .0, 1."),
-        (FP8, BLOCKS | {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: the field is not known"),
+        (FP8, BLOCKS | {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: the field is unknown"),
         (CompressedTensors, floats(num_bits=4), "weights: num_bits: expected 8, got 4"),
         (CompressedTensors, floats(symmetric=False), "symmetric: expected True, got False"),
         (CompressedTensors, floats(strategy="group"), "strategy: expected tensor or channel or bl"),
@@ -241,7 +241,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             "granularity: _type: expected PerG",
         ),
         (TorchAO, ao(granularity={"_type": "PerGroup"}), "granularity: group_size: expected"),
-        (BitsAndBytes, BYTES | {"rotation": 1}, "rotation: the field is not known"),
+        (BitsAndBytes, BYTES | {"rotation": 1}, "rotation: the field is unknown"),
     ],
 )
 def test_configs_that_mean_something_else_are_refused_by_name(kind, config, message):
@@ -251,15 +251,17 @@ def test_configs_that_mean_something_else_are_refused_by_name(kind, config, mess
 
 
 def test_weights_alone_are_read_where_activations_are_dynamic_and_not_where_they_are_static():
-    given = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
-    for activations in (given, given | {"dynamic": False}, given | {"num_bits": 4}):
+    settings = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+    for activations in (settings, settings | {"dynamic": False}, settings | {"num_bits": 4}):
         config = floats(dynamic=False)
         group = config["config_groups"]["group_0"] | {"input_activations": activations}
         config["config_groups"] = {"group_0": group}
-        if activations is given:
+        if activations is settings:
             assert isinstance(build_scheme(CompressedTensors, config), CompressedTensors)
             continue
-        with pytest.raises(ModelError, match="input_activations: .* expected none, or eight bits"):
+        with pytest.raises(
+            ModelError, match="input_activations: .* expected none, or dynamic eight bits"
+        ):
             build_scheme(CompressedTensors, config)
 
 

@@ -31,12 +31,12 @@ def check(scheme, matrix, tensors):
     """Check that a matrix is read exactly, whole and in parts; return it."""
     outline = {name: tensor.to("meta") for name, tensor in tensors.items()}
     scheme.check(stored(matrix, outline))
-    found = scheme.read(stored(matrix, tensors))
-    assert found.shape == matrix.shape
-    assert torch.equal(found.dequantize(), matrix.weight)
+    codes = scheme.read(stored(matrix, tensors))
+    assert codes.shape == matrix.shape
+    assert torch.equal(codes.dequantize(), matrix.weight)
     middle = matrix.shape[0] // 2
-    assert torch.equal(found.rows(middle, matrix.shape[0]).dequantize(), matrix.weight[middle:])
-    return found
+    assert torch.equal(codes.rows(middle, matrix.shape[0]).dequantize(), matrix.weight[middle:])
+    return codes
 
 
 @settings(max_examples=40, deadline=None)
@@ -49,9 +49,9 @@ def check(scheme, matrix, tensors):
 def test_awq(rows, groups, group, seed):
     columns = 40 * groups if group == -1 else group * groups
     matrix = random_matrix(rows, columns, group=group, seed=seed)
-    found = check(build_scheme(AWQ, awq_config(group)), matrix, checkpoints.awq(matrix))
+    codes = check(build_scheme(AWQ, awq_config(group)), matrix, checkpoints.awq(matrix))
     is_together = groups == 1 or group in GROUPS
-    assert isinstance(found, AffineCodes if is_together else DenseMatrix)
+    assert isinstance(codes, AffineCodes if is_together else DenseMatrix)
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,10 +67,10 @@ def test_gptq(bits, shape, group, form, symmetric, shuffled):
     matrix = random_matrix(*shape, bits=bits, group=group, symmetric=symmetric, shuffled=shuffled)
     config = gptq_config(group, bits, checkpoint_format=form, desc_act=shuffled, sym=symmetric)
     tensors = checkpoints.gptq(matrix, less=int(form == "gptq"))
-    found = check(build_scheme(GPTQ, config), matrix, tensors)
-    if symmetric and isinstance(found, AffineCodes):
-        assert found.offsets is None
-        assert found.scales.dtype == torch.float16
+    codes = check(build_scheme(GPTQ, config), matrix, tensors)
+    if symmetric and isinstance(codes, AffineCodes):
+        assert codes.offsets is None
+        assert codes.scales.dtype == torch.float16
 
 
 RULES = {
@@ -114,9 +114,9 @@ def test_a_zero_of_gptq_that_borrowed_from_the_next_one_is_read_rightly():
 def test_columns_of_a_group_that_are_apart_are_dequantised():
     matrix = random_matrix(8, 128, group=32, shuffled=True)
     scheme = build_scheme(GPTQ, gptq_config(desc_act=True))
-    found = check(scheme, matrix, checkpoints.gptq(matrix))
-    assert isinstance(found, DenseMatrix)
-    assert torch.equal(found.columns(3, 50).dequantize(), matrix.weight[:, 3:50])
+    codes = check(scheme, matrix, checkpoints.gptq(matrix))
+    assert isinstance(codes, DenseMatrix)
+    assert torch.equal(codes.columns(3, 50).dequantize(), matrix.weight[:, 3:50])
     together = random_matrix(8, 128, group=32)
     assert isinstance(check(scheme, together, checkpoints.gptq(together)), AffineCodes)
 
@@ -153,8 +153,8 @@ def test_compressed_tensors_packs_as_its_library_does():
         },
     )
     config = integers_config(-1, symmetric=True)
-    found = build_scheme(CompressedTensors, config).read(four).dequantize()
-    assert found.tolist() == [list(range(-8, 8))]
+    weights = build_scheme(CompressedTensors, config).read(four).dequantize()
+    assert weights.tolist() == [list(range(-8, 8))]
     eight = QuantizedWeight(
         "x",
         (1, 5),
@@ -165,8 +165,8 @@ def test_compressed_tensors_packs_as_its_library_does():
         },
     )
     config = integers_config(-1, 8, symmetric=True)
-    found = build_scheme(CompressedTensors, config).read(eight).dequantize()
-    assert found.tolist() == [[-128, -1, 0, 127, 3]]
+    weights = build_scheme(CompressedTensors, config).read(eight).dequantize()
+    assert weights.tolist() == [[-128, -1, 0, 127, 3]]
 
 
 def test_one_scale_of_a_whole_matrix():
@@ -231,8 +231,8 @@ def test_targets_choose_between_groups_that_differ(first, second):
     tensors = checkpoints.packed_integers(matrix)
     name = "layers.0.mlp.down_proj.weight"
     weight = QuantizedWeight("any", matrix.shape, tensors, name)
-    found = with_targets(first, second).read(weight)
-    assert torch.equal(found.dequantize(), matrix.weight)
+    codes = with_targets(first, second).read(weight)
+    assert torch.equal(codes.dequantize(), matrix.weight)
     swapped = with_targets(second, first).read(weight)
     assert not torch.equal(swapped.dequantize(), matrix.weight)
 
@@ -257,13 +257,13 @@ def test_targets_that_do_not_choose_are_refused(target, message):
 @pytest.mark.parametrize("group", [32, -1])
 def test_columns_are_cut_where_groups_end_or_anywhere_in_a_group_of_a_row(group):
     matrix = random_matrix(8, 128, group=group)
-    found = check(build_scheme(AWQ, awq_config(group)), matrix, checkpoints.awq(matrix))
-    assert torch.equal(found.columns(32, 96).dequantize(), matrix.weight[:, 32:96])
+    codes = check(build_scheme(AWQ, awq_config(group)), matrix, checkpoints.awq(matrix))
+    assert torch.equal(codes.columns(32, 96).dequantize(), matrix.weight[:, 32:96])
     if group == -1:
-        assert torch.equal(found.columns(5, 50).dequantize(), matrix.weight[:, 5:50])
+        assert torch.equal(codes.columns(5, 50).dequantize(), matrix.weight[:, 5:50])
     else:
         with pytest.raises(ValueError, match="cannot be cut from blocks of 32 columns"):
-            found.columns(16, 96)
+            codes.columns(16, 96)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ INTEGERS = integers_config()
         (AWQ, awq_config(0), "group_size: expected a whole number >= 1, or -1, got 0"),
         (AWQ, awq_config(zero_point=False), "zero_point: expected True, got False"),
         (AWQ, awq_config(version="gemv"), "version: expected gemm, got 'gemv'"),
-        (AWQ, awq_config(rotation="hadamard"), "rotation: the field is not known and may change"),
+        (AWQ, awq_config(rotation="hadamard"), "rotation: the field is unknown and may change"),
         (GPTQ, gptq_config(bits=3), "bits: expected 4 or 8, got 3"),
         (GPTQ, gptq_config(group_size="x"), "group_size: expected a whole number"),
         (GPTQ, gptq_config(desc_act="x"), "desc_act: expected true or false"),
@@ -433,7 +433,7 @@ INTEGERS = integers_config()
         (CompressedTensors, changed(INTEGERS, type="x"), "type: expected int or float, got 'x'"),
         (CompressedTensors, changed(INTEGERS, type="float"), "num_bits: expected 8, got 4"),
         (CompressedTensors, changed(INTEGERS, strategy="block"), "strategy: expected group or"),
-        (CompressedTensors, changed(INTEGERS, dynamic=True), "dynamic: the field is not known"),
+        (CompressedTensors, changed(INTEGERS, dynamic=True), "dynamic: the field is unknown"),
         (CompressedTensors, changed(INTEGERS, group_size=-5), "group_size: expected a whole"),
         (CompressedTensors, changed(INTEGERS, actorder="x"), "actorder: expected none or weight"),
         (CompressedTensors, INTEGERS | {"config_groups": {}}, "config_groups: expected at least"),
@@ -455,8 +455,8 @@ INTEGERS = integers_config()
             CompressedTensors,
             INTEGERS
             | {"config_groups": {"a": {"weights": {}, "input_activations": {"num_bits": 8}}}},
-            "config_groups.a: input_activations: activations that are quantised are not supported, "
-            "expected none, or eight bits that are dynamic, whose weights alone are read; got "
+            "config_groups.a: input_activations: activations that are quantized are not supported, "
+            "expected none, or dynamic eight bits, with only the weights quantized here; got "
             "{'num_bits': 8}",
         ),
         (AutoRound, auto_round_config(bits=2), "bits: expected 4 or 8, got 2"),
@@ -467,7 +467,7 @@ INTEGERS = integers_config()
         ),
         (AutoRound, auto_round_config(data_type="mx_fp"), "data_type: expected int, got 'mx_fp'"),
         (AutoRound, auto_round_config(act_bits=8), "act_bits: expected 16 or 32, got 8"),
-        (AutoRound, auto_round_config(super_bits=6), "super_bits: the field is not known"),
+        (AutoRound, auto_round_config(super_bits=6), "super_bits: the field is unknown"),
         (
             AutoRound,
             auto_round_config(extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}}),

@@ -104,9 +104,9 @@ def test_the_loader_yields_each_matrix_with_its_tensors_of_all_shards(written):
     loader = open_loader(SafetensorsLoader, folder)
     assert loader.config().quantization == scheme
     shapes = {name: tuple(tensor.shape) for name, tensor in dense.items()}
-    found, formats_of = dict(loader.weights(shapes)), loader.formats(shapes)
-    assert found.keys() == dense.keys()
-    for name, weight in found.items():
+    read, formats_of = dict(loader.weights(shapes)), loader.formats(shapes)
+    assert read.keys() == dense.keys()
+    for name, weight in read.items():
         is_quantized = "proj" in name
         assert isinstance(weight, QuantizedWeight) == is_quantized
         if is_quantized:
@@ -116,7 +116,7 @@ def test_the_loader_yields_each_matrix_with_its_tensors_of_all_shards(written):
             assert torch.equal(weight, dense[name])
     formats = loader.formats(shapes)
     assert formats.keys() == dense.keys()
-    for name, weight in found.items():
+    for name, weight in read.items():
         if isinstance(weight, QuantizedWeight):
             stored = formats[name].stored
             assert formats[name].is_quantized
@@ -134,11 +134,11 @@ def test_tokens_are_those_of_the_numbers(written, tmp_path, caplog):
     expected = tokens(plain(tmp_path / "plain", dense))
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(folder) == expected
-    assert f"matrices of few bits: 14 in {scheme}" in caplog.text
+    assert f"quantized weights: 14 in {scheme}" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(folder, quantization={"use": "none"}) == expected
-    assert f"matrices of few bits: 14 in {scheme} dequantised" in caplog.text
+    assert f"quantized weights: 14 in {scheme} dequantized" in caplog.text
     assert tokens(folder, quantization={"use": scheme}) == expected
 
 
@@ -148,7 +148,7 @@ def test_matrices_that_no_codes_hold_are_dequantised_and_logged(tmp_path, caplog
     expected = tokens(plain(tmp_path / "plain", dense))
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(tmp_path / "m", quantization={"use": "gptq"}) == expected
-    assert "matrices of few bits: 14 in gptq dequantised" in caplog.text
+    assert "quantized weights: 14 in gptq dequantized" in caplog.text
 
 
 RULES = {r"-:.*\.[kv]_proj": {}, r".*\.down_proj": {"group_size": 64}}
@@ -169,7 +169,7 @@ def test_floats_of_few_bits_are_dequantised_and_logged(config, store, fields, tm
     expected = tokens(plain(tmp_path / "plain", dense))
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(tmp_path / "m", quantization={"use": config["quant_method"]}) == expected
-    assert f"matrices of few bits: 14 in {config['quant_method']} dequantised" in caplog.text
+    assert f"quantized weights: 14 in {config['quant_method']} dequantized" in caplog.text
 
 
 def test_modules_that_a_rule_leaves_are_numbers(tmp_path, caplog):
@@ -193,7 +193,7 @@ def test_modules_that_a_rule_leaves_are_numbers(tmp_path, caplog):
     expected = tokens(plain(tmp_path / "plain", dense))
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(folder) == expected
-    assert "matrices of few bits: 10 in gptq" in caplog.text
+    assert "quantized weights: 10 in gptq" in caplog.text
 
 
 def test_int8_of_plain_and_of_quantised_weights(folder, tmp_path, caplog):
@@ -201,7 +201,7 @@ def test_int8_of_plain_and_of_quantised_weights(folder, tmp_path, caplog):
     numbers = plain(tmp_path / "plain", dense)
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         first = tokens(numbers, quantization={"use": "int8"})
-    assert "matrices of few bits: 16 in int8" in caplog.text
+    assert "quantized weights: 16 in int8" in caplog.text
     assert tokens(folder, quantization={"use": "int8"}) == first
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hardpoint"):
@@ -210,7 +210,7 @@ def test_int8_of_plain_and_of_quantised_weights(folder, tmp_path, caplog):
             quantization={"use": "int4", "skip": ["lm_head.*", "*embed*"]},
             plugin={"int4": {"group_size": 64}},
         )
-    assert "matrices of few bits: 14 in int4" in caplog.text
+    assert "quantized weights: 14 in int4" in caplog.text
 
 
 class Closing(AWQ):
@@ -267,8 +267,8 @@ def test_ranks_have_their_parts(folder):
             model = read_model(loader, Parallel(tensor=communicator))
             return Runner(model, dtype=torch.float32).logits([("a", TOKENS)])
 
-    for found in run_ranks(2, rank):
-        assert torch.allclose(found, whole, atol=1e-4)
+    for logits in run_ranks(2, rank):
+        assert torch.allclose(logits, whole, atol=1e-4)
 
 
 def test_a_cut_within_a_group_is_refused(tmp_path):
@@ -334,14 +334,14 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
         ({"group_size": 16}, "qzeros: expected int32 [4, 8] for a matrix [64, 64], got int32 [2, "),
         (
             {"quant_method": "hqq"},
-            "has weights that are quantised by 'hqq', which is not supp",
+            "has weights that are quantized by 'hqq', which is not supp",
         ),
         (
             {"quant_method": "int8"},
-            "has weights that are quantised by 'int8', which is not supported; supported: auto_ro",
+            "has weights that are quantized by 'int8', which is not supported; supported: auto_ro",
         ),
-        ({"quant_method": "gptq"}, "quantization_config: zero_point: the field is not known"),
-        ({"quant_method": None}, "quantised without a quant_method are not supported"),
+        ({"quant_method": "gptq"}, "quantization_config: zero_point: the field is unknown"),
+        ({"quant_method": None}, "quantized without a quant_method are not supported"),
     ],
 )
 def test_wrong_configs_are_refused_before_weights_are_read(folder, fields, message):
@@ -382,7 +382,7 @@ def test_a_scale_that_is_not_finite_is_refused(folder):
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("use", ["gptq", "q4_0"])
 def test_a_scheme_that_the_checkpoint_does_not_have_is_refused(use, folder):
-    message = f"quantization.use: '{use}' does not quantise weights, and '{folder}' has none"
+    message = f"quantization.use: '{use}' does not quantize weights, and '{folder}' has none"
     assert message in error_of(folder, quantization={"use": use})
 
 
@@ -449,8 +449,8 @@ def test_experts_of_eight_bits(family, tmp_path):
                 yield name, tensor
 
     model.load_weights(weights())
-    found = Runner(model, dtype=torch.float32).logits([("a", TOKENS)])
+    logits = Runner(model, dtype=torch.float32).logits([("a", TOKENS)])
     expected = Runner(numbers, dtype=torch.float32).logits([("a", TOKENS)])
-    assert torch.allclose(found, expected, atol=1e-3, rtol=1e-3)
+    assert torch.allclose(logits, expected, atol=1e-3, rtol=1e-3)
     # A router may choose another expert for some token.
-    assert (found - exact.logits([("a", TOKENS)])).abs().median() < 0.1 * expected.std()
+    assert (logits - exact.logits([("a", TOKENS)])).abs().median() < 0.1 * expected.std()

@@ -82,14 +82,14 @@ def test_a_divided_model_equals_transformers(variant, ranks: int, stages: int) -
 
 
 def write_as_published(variant, folder) -> None:
-    """Write a checkpoint as that of a model with images: its names, config, and other tensors."""
+    """Write a checkpoint as published for images: its names, config, and other tensors."""
     from safetensors.torch import load_file, save_file
 
     reference, kind, source = variant
-    given = reference.state_dict() if kind is Qwen35Moe else load_file(source / "model.safetensors")
+    state = reference.state_dict() if kind is Qwen35Moe else load_file(source / "model.safetensors")
     tensors = {
         name.replace("model.", "model.language_model.", 1): tensor.clone().contiguous()
-        for name, tensor in given.items()
+        for name, tensor in state.items()
     }
     tensors["model.visual.blocks.0.norm1.weight"] = torch.zeros(8)
     tensors["mtp.layers.0.mlp.up_proj.weight"] = torch.zeros(8, 8)

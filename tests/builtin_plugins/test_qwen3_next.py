@@ -56,7 +56,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A random model of transformers: its folder, and what it generates."""
+    """A random model of transformers: its folder, and its tokens."""
     import transformers
 
     torch.manual_seed(5)
@@ -70,10 +70,10 @@ def saved(tmp_path_factory):
     reference.save_pretrained(folder)
     expected = []
     for prompt in PROMPTS:
-        found = reference.generate(
+        generated = reference.generate(
             torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False, eos_token_id=None
         )
-        expected.append(found[0, len(prompt) :].tolist())
+        expected.append(generated[0, len(prompt) :].tolist())
     return folder, expected
 
 
@@ -87,8 +87,8 @@ def tokens(llm, **fields):
     fields = {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True} | fields
     params = SamplingParams(detokenize=False, **fields)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
-    found = [[list(part.token_ids) for part in output.outputs] for output in outputs]
-    return found, [output.num_cached_tokens for output in outputs]
+    completions = [[list(part.token_ids) for part in output.outputs] for output in outputs]
+    return completions, [output.num_cached_tokens for output in outputs]
 
 
 @pytest.mark.parametrize("extra", CASES)
@@ -96,8 +96,8 @@ def test_the_tokens_are_those_of_transformers(saved, extra):
     folder, expected = saved
     with opened(folder, extra) as llm:
         for _ in range(2):  # the second time with prefix hits
-            found, cached = tokens(llm)
-            assert found == [[one] for one in expected]
+            completions, cached = tokens(llm)
+            assert completions == [[reply] for reply in expected]
         preempts = "num_blocks" in extra.get("kv_cache", {})
         assert (llm.engines.scheduler_stats().num_preemptions > 0) == preempts
         hits = extra.get("kv_cache", {}).get("prefix_caching", True) and not preempts
@@ -107,12 +107,12 @@ def test_the_tokens_are_those_of_transformers(saved, extra):
 def test_samples_fork_and_a_sleep_loses_the_states(saved):
     folder, expected = saved
     with opened(folder, CHUNKS) as llm:
-        assert tokens(llm, n=3)[0] == [[one] * 3 for one in expected]
+        assert tokens(llm, n=3)[0] == [[reply] * 3 for reply in expected]
         for level in (1, 2):
             llm.sleep(level)
             llm.wake_up()
-            found, cached = tokens(llm)
-            assert found == [[one] for one in expected]
+            completions, cached = tokens(llm)
+            assert completions == [[reply] for reply in expected]
             assert cached[3] == 0
 
 
@@ -166,8 +166,8 @@ def test_bfloat16_stays_close(saved):
     model = load_model(Qwen3Next, loader, dtype=torch.bfloat16)
     runner = Runner(model, dtype=torch.bfloat16)
     parts = [PROMPTS[3][:70], PROMPTS[3][70:]]
-    found = torch.cat([runner.logits([("a", part)]) for part in parts])
-    assert (found - expected).norm() < 1.1 * (theirs - expected).norm()
+    actual = torch.cat([runner.logits([("a", part)]) for part in parts])
+    assert (actual - expected).norm() < 1.1 * (theirs - expected).norm()
 
 
 @pytest.mark.parametrize(

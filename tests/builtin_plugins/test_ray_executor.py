@@ -1,4 +1,4 @@
-"""Workers as Ray actors: the same tokens, what breaks, and what is left afterwards."""
+"""Workers as Ray actors: equal tokens, failures, and cleanup."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def _nothing_left(nodes, request):
 
 def actors():
     """The processes of actors that hold our workers, of any cluster."""
-    found = []
+    pids = []
     for process in psutil.process_iter(["cmdline"]):
         if (process.info["cmdline"] or [""])[0].startswith("ray::RayWorker"):
-            found.append(process.pid)
-    return found
+            pids.append(process.pid)
+    return pids
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_progress_is_that_of_the_slowest(open_executor):
     executor = open_executor(data="slow load")
     executor.start()
     assert executor.reported
-    assert {what for what, _, _ in executor.reported} == {"weights"}
+    assert {stage for stage, _, _ in executor.reported} == {"weights"}
 
 
 def test_the_start_line_has_the_places_of_ranks_and_the_time_to_notice_a_lost_node(

@@ -1,4 +1,4 @@
-"""110 schemas like those in use: each is enforced exactly, or refused by path and keyword.
+"""110 realistic schemas: each is enforced exactly, or rejected by path and keyword.
 
 OpenAPI, pydantic, tools, workflows, clusters, documents and extraction; support/real_schemas.jsonl
 has a schema with values that fit and others that do not in each line.
@@ -16,30 +16,30 @@ from support import schema_grammars
 from support.schema_grammars import BACKEND, compiled, takes
 
 LINES = Path(schema_grammars.__file__).with_name("real_schemas.jsonl").read_text().splitlines()
-SCHEMAS = {given["name"]: given for given in map(json.loads, LINES)}
-REFUSED = [name for name, given in SCHEMAS.items() if "refused" in given]
+SCHEMAS = {case["name"]: case for case in map(json.loads, LINES)}
+REFUSED = [name for name, case in SCHEMAS.items() if "refused" in case]
 
 
 def test_fewer_are_refused_than_by_the_library_alone():
     tokenizer = BACKEND._tokenizer()
     alone = [
         llguidance.LLMatcher(
-            tokenizer, f"start: %json {json.dumps(given['schema'])}", log_level=0
+            tokenizer, f"start: %json {json.dumps(case['schema'])}", log_level=0
         ).is_error()
-        for given in SCHEMAS.values()
+        for case in SCHEMAS.values()
     ]
     assert (len(SCHEMAS), sum(alone), len(REFUSED)) == (110, 54, 10)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS.keys() - REFUSED))
 def test_values_that_fit_are_taken_and_no_others(name):
-    given = SCHEMAS[name]
-    state = compiled(given["schema"])
-    for value in given["valid"]:
+    case = SCHEMAS[name]
+    state = compiled(case["schema"])
+    for value in case["valid"]:
         assert takes(state, json.dumps(value)), value
         assert takes(state, json.dumps(value, indent=4)), value
         assert takes(state, json.dumps(value, separators=(",", ":"), ensure_ascii=False)), value
-    for value in given["invalid"]:
+    for value in case["invalid"]:
         assert not takes(state, json.dumps(value)), value
 
 
@@ -56,11 +56,11 @@ BY_FORMAT = ("date-time", "uri", "json-pointer", "duration", '"time"')
 
 
 def test_the_values_are_right():
-    for given in SCHEMAS.values():
-        schema = given["schema"]
+    for case in SCHEMAS.values():
+        schema = case["schema"]
         if any(format in json.dumps(schema) for format in BY_FORMAT):
             continue
         kind = validator_for(schema)
         validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
-        assert all(map(validator.is_valid, given["valid"])), given["name"]
-        assert not any(map(validator.is_valid, given["invalid"])), given["name"]
+        assert all(map(validator.is_valid, case["valid"])), case["name"]
+        assert not any(map(validator.is_valid, case["invalid"])), case["name"]

@@ -1,4 +1,4 @@
-"""The KV store "redis" with a real server, and what happens to servers."""
+"""The KV store "redis" with a real server, and failures of servers."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def opened():
 @pytest.mark.parametrize("sizes", [SIZES, LARGE], ids=["small", "large"])
 def test_engines_share_blocks(start, opened, sizes):
     server = start()
-    one, other = opened(server.url, sizes=sizes), opened(server.url, sizes=sizes)
+    first, other = opened(server.url, sizes=sizes), opened(server.url, sizes=sizes)
     for number in range(20):
-        assert one.store(key_of(number), block_of(number, sizes)) is True
+        assert first.store(key_of(number), block_of(number, sizes)) is True
     assert found(other, *range(25)) == [True] * 20 + [False] * 5
     assert all(loaded(other, number, sizes) for number in range(20))
     assert not loaded(other, 20, sizes)
@@ -177,10 +177,10 @@ def test_a_full_server_keeps_what_it_has(start, opened):
     server = start("--maxmemory", "20mb", "--maxmemory-policy", "noeviction")
     faults = []
     store = opened(server.url, faults=faults, sizes=LARGE)
-    kept = [store.store(key_of(n), block_of(n, LARGE)) for n in range(12)]
-    count = kept.index(False)
+    results = [store.store(key_of(n), block_of(n, LARGE)) for n in range(12)]
+    count = results.index(False)
     assert 3 <= count <= 9
-    assert not any(kept[count:])
+    assert not any(results[count:])
     assert all(loaded(store, number, LARGE) for number in range(count))
     assert len(faults) == 1
     assert "blocks are not stored for now: the server answered: command not allowed" in faults[0]

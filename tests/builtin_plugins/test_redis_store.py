@@ -391,17 +391,17 @@ def test_a_closed_store_connects_no_more(server, opened):
 def test_closing_while_a_thread_waits_ends_its_connection(server, opened):
     store = opened(server)
     keep(store, 1)
-    asked, go_on = threading.Event(), threading.Event()
+    received, go_on = threading.Event(), threading.Event()
 
     def answer(command):
         if command[0] == b"GET":
-            asked.set()
+            received.set()
             go_on.wait(60)
 
     server.answer = answer
     thread = threading.Thread(target=loaded, args=(store, 1))
     thread.start()
-    assert asked.wait(60)
+    assert received.wait(60)
     assert seconds_of(store.close) < 30
     go_on.set()
     thread.join(60)

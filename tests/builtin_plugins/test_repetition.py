@@ -48,8 +48,8 @@ def test_the_newest_tokens_are_copies_of_a_pattern(tokens, wanted, answer):
     st.integers(1, 8),
     st.integers(2, 5),
 )
-def test_agrees_with_comparing_whole_copies(tokens, one, other, count):
-    shortest, longest = sorted((one, other))
+def test_agrees_with_comparing_whole_copies(tokens, first, other, count):
+    shortest, longest = sorted((first, other))
     naive = any(
         len(tokens) >= length * count
         and tokens[len(tokens) - length * count :] == tokens[len(tokens) - length :] * count

@@ -226,7 +226,7 @@ def test_the_command_makes_a_package_and_prints_the_next_ones(folder, capsys):
         (("hooks", "false"), "cannot have the class 'False', which is a word of Python"),
         (("hooks", "fair"), "'fair': scheduling_policies/fair of hardpoint 0.1.0 is a plugin of"),
         (("hooks", "tqdm"), "the module 'tqdm' is installed, at "),
-        (("executors", "wrapper"), "whose class would be called Wrapper, as something that it im"),
+        (("executors", "wrapper"), "its class would have the name Wrapper, which the module im"),
         (("hooks",), "expected KIND and NAME, or --update"),
         (("--update", "hooks"), "--update: expected no KIND and NAME, which the package states"),
         (("--update",), "--update: pyproject.toml cannot be read: No such file or directory"),
@@ -240,8 +240,8 @@ def test_what_is_wrong_is_refused_and_nothing_written(folder, capsys, arguments,
 def test_a_folder_that_is_none_is_refused(folder, capsys):
     (folder / "file").touch()
     message = refused(capsys, "hooks", "acme-a", "--into", "file")
-    assert "--into: expected a folder, file is none" in message
-    assert "file is none" in refused(capsys, "hooks", "acme-a", "--into", "file/below")
+    assert "--into: expected a folder, but file is a file" in message
+    assert "file is a file" in refused(capsys, "hooks", "acme-a", "--into", "file/below")
     (folder / "empty").mkdir()
     assert main(["plugins", "new", "hooks", "acme-a", "--into", "empty"]) == 0
     assert (folder / "empty" / "pyproject.toml").is_file()
@@ -262,7 +262,7 @@ def second(tmp_path):
 
 
 def updated(folder: Path, templates: Templates) -> dict[str, str]:
-    """Update a package; return what became of its files."""
+    """Update a package; return the state of its files."""
     changes = plan_update(folder, read_spec(folder, templates), templates)
     update(folder, changes)
     return {path: change.what for path, change in changes.items() if change.what != "unchanged"}

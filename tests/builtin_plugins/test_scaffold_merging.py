@@ -18,8 +18,11 @@ def test_a_change_of_one_side_alone_is_taken(base, changed):
 
 
 @given(TEXTS, TEXTS, TEXTS)
-def test_sides_may_be_exchanged(base, one, other):
-    (merged, conflicts), exchanged = merge(base, one, other, "new"), merge(base, other, one, "new")
+def test_sides_may_be_exchanged(base, ours, other):
+    (merged, conflicts), exchanged = (
+        merge(base, ours, other, "new"),
+        merge(base, other, ours, "new"),
+    )
     assert conflicts == exchanged[1]
     assert (conflict_line(merged) is not None) == bool(conflicts)
     if not conflicts:
@@ -27,14 +30,14 @@ def test_sides_may_be_exchanged(base, one, other):
 
 
 @given(st.lists(TEXTS, min_size=3, max_size=3), TEXTS, TEXTS)
-def test_changes_apart_are_both_made(parts, one, other):
+def test_changes_apart_are_both_made(parts, ours, other):
     fixed = [f"{number}\n" * 2 for number in range(4)]
 
     def text(first, last):
         return "".join((fixed[0], first, fixed[1], parts[1], fixed[2], last, fixed[3]))
 
     whole = [
-        part if part.endswith("\n") or not part else f"{part}\n" for part in (*parts, one, other)
+        part if part.endswith("\n") or not part else f"{part}\n" for part in (*parts, ours, other)
     ]
     parts[1] = whole[1]
     base = text(whole[0], whole[2])

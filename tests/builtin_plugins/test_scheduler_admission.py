@@ -1,4 +1,4 @@
-"""Waiting requests: who is looked at, who is set aside, who is admitted, and with what."""
+"""Waiting requests: order, deferral and admission."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_share_of_the_blocks_stays_free_for_running_requests():
     reason = sim.why("b")
     assert (
         reason.message
-        == "it needs up to 4 KV blocks, 6 are free, of which 3 are kept for running requests"
+        == "it needs up to 4 KV blocks, 6 are free, 3 of them reserved for running requests"
     )
     assert reason.available == 3
     sim.abort("a", reason=FinishReason.ABORT)

@@ -1,4 +1,4 @@
-"""The parts of the default scheduler, what it refuses, and how a step is shared."""
+"""The parts of the default scheduler, rejected combinations, and budgets of a step."""
 
 from __future__ import annotations
 
@@ -207,8 +207,8 @@ def test_features_together_must_fit_into_a_step_that_cannot_be_split():
 def test_no_phases_a_step_gives_tokens_until_all_is_computed():
     sim = Simulator(max_num_batched_tokens=8)
     sim.add("a", prompt=20, max_tokens=3)
-    given = [dict(sim.step().num_scheduled_tokens) for _ in range(5)]
-    assert given == [{"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}, {"a": 1}]
+    plans = [dict(sim.step().num_scheduled_tokens) for _ in range(5)]
+    assert plans == [{"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}, {"a": 1}]
 
 
 def test_decodes_go_before_a_long_prompt_which_is_split():
@@ -217,8 +217,8 @@ def test_decodes_go_before_a_long_prompt_which_is_split():
     sim.add("b", prompt=2)
     sim.step()
     sim.add("c", prompt=13)
-    given = [dict(sim.step().num_scheduled_tokens) for _ in range(3)]
-    assert given == [{"a": 1, "b": 1, "c": 6}, {"a": 1, "b": 1, "c": 6}, {"a": 1, "b": 1, "c": 1}]
+    plans = [dict(sim.step().num_scheduled_tokens) for _ in range(3)]
+    assert plans == [{"a": 1, "b": 1, "c": 6}, {"a": 1, "b": 1, "c": 6}, {"a": 1, "b": 1, "c": 1}]
 
 
 def test_running_requests_stand_before_admitted_ones_in_a_plan():

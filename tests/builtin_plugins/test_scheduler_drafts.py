@@ -1,4 +1,4 @@
-"""Drafts: what is verified, accepted, rejected and counted."""
+"""Drafts: verification, acceptance, rejection and counts."""
 
 from __future__ import annotations
 

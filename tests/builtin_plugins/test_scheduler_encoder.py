@@ -1,4 +1,4 @@
-"""Images and the like: encoder budget, encoder cache, and what workers are reported."""
+"""Images and the like: encoder budget, encoder cache, and reports to workers."""
 
 from __future__ import annotations
 
@@ -195,10 +195,10 @@ def test_text_needs_no_encoder():
 
 def chunks(sim):
     """Return the tokens of "a" in each step of its prompt."""
-    found = []
-    while sum(found) < 20:
-        found.append(sim.step().num_scheduled_tokens.get("a", 0))
-    return found
+    sizes = []
+    while sum(sizes) < 20:
+        sizes.append(sim.step().num_scheduled_tokens.get("a", 0))
+    return sizes
 
 
 def test_a_chunk_ends_before_a_whole_feature_or_has_all_of_it():

@@ -36,18 +36,18 @@ def test_the_length_ends_a_request():
     assert sim.scheduler.num_unfinished_requests() == 0
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_stop_token_ends_it_and_is_named_unless_it_is_the_models_own(own):
+@pytest.mark.parametrize("is_eos", [True, False])
+def test_a_stop_token_ends_it_and_is_named_unless_it_is_the_models_own(is_eos):
     token = next_token([7, 7])
     sim = Simulator()
-    if own:
+    if is_eos:
         sim.add("a", prompt=[7, 7], eos_token_ids=[token])
     else:
         sim.add("a", prompt=[7, 7], params={"stop_token_ids": [token]})
     output = sim.update(sim.plan())["a"]
     assert output.new_token_ids == [token]
     assert output.finish_reason is FinishReason.STOP
-    assert output.stop_reason == (None if own else token)
+    assert output.stop_reason == (None if is_eos else token)
 
 
 def test_a_fault_ends_one_request_and_no_other():

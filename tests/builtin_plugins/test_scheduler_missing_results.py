@@ -42,7 +42,7 @@ def test_of_a_token_and_the_others_go_on():
 
 
 def test_of_a_verified_step():
-    """Its drafts are not counted, and the tokens are those that there would have been."""
+    """Its drafts are not counted, and the tokens are the same as with the results."""
     sim, other = Simulator(num_draft_tokens=4), Simulator(num_draft_tokens=4)
     for each in (sim, other):
         each.add("a", prompt=[7] * 4, max_tokens=8)

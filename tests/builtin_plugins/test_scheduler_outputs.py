@@ -148,8 +148,8 @@ def test_preemption_does_not_make_it_reported_twice(steps):
     assert [stats for stats in reported if stats] == [PrefillStats(10, 0, 0)]
 
 
-def connected(**found):
-    return Simulator(context={"transfers": Connector(**found)})
+def connected(**matches):
+    return Simulator(context={"transfers": Connector(**matches)})
 
 
 def fill(sim, name, num_tokens):

@@ -1,4 +1,4 @@
-"""Requests that a pause holds, and those that go on."""
+"""Requests that a pause holds, and requests that continue."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hardpoint.plugins import WaitingFor
 
 
 def plans_of(simulator, depth, steps):
-    """Plan so many steps, of which `depth` are under way; return their requests."""
+    """Plan so many steps, with `depth` of them in flight; return their requests."""
     late, plans = deque(), []
     for _ in range(steps):
         plan = simulator.plan()

@@ -1,4 +1,4 @@
-"""SchedulerOutput: the contents of a plan, and those that it has once."""
+"""SchedulerOutput: the contents of a plan, and contents that it has once."""
 
 from __future__ import annotations
 

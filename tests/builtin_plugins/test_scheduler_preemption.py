@@ -1,4 +1,4 @@
-"""Who gives way when blocks run out, what is taken back, and when it ends in an error."""
+"""Preemption when blocks run out: the victim, its released blocks, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PreemptsTheFirst(FirstComeFirstServed):
 
 
 def crowd(policy=FirstComeFirstServed, names="abc", **settings):
-    """Return a sim whose requests fill the pool to the last token of their only blocks."""
+    """Return a sim with requests that fill the pool to the last token of their only blocks."""
     sim = Simulator(blocks=len(names), block_size=4, policy=policy, **settings)
     for name in names:
         sim.add(name, prompt=3)

@@ -21,13 +21,13 @@ from hardpoint.plugins import EngineCoreRequest, SamplingParams, SchedulingPolic
 
 
 def looking_up(names, **settings):
-    """Return a sim whose connector never ends the lookup of some requests."""
+    """Return a sim with a connector that never ends the lookup of some requests."""
     connector = Connector(**dict.fromkeys(names, (None, True)))
     return Simulator(context={"transfers": connector}, **settings)
 
 
 def overtaken(sim):
-    """Count the steps in which somebody is admitted before "b", whose lookup has not ended."""
+    """Count the steps that admit a request before "b", while the lookup of "b" is pending."""
     sim.add("a", max_tokens=100)
     sim.add("b")
     steps = 0

@@ -1,4 +1,4 @@
-"""Why a request waits, and the record of what a step decided."""
+"""Wait reasons of requests, and the record of a step's decisions."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_one_that_waits_for_results_does_not_stop_those_after_it():
     assert sim.plan().num_scheduled_tokens == {"b": 1}
     reason = sim.why("a")
     assert reason.waiting_for is WaitingFor.RESULTS
-    assert reason.message == "1 of its tokens is in steps whose results have not arrived"
+    assert reason.message == "1 of its tokens is in steps without results yet"
 
 
 def test_one_that_the_encoder_has_no_room_for_does_not_stop_those_after_it():
@@ -109,13 +109,13 @@ def test_the_pass_ends_when_the_budget_does():
     sim.add("b", prompt=1)
     sim.step()
     sim.add("c", prompt=1)
-    asked = []
+    request_ids = []
     extend = sim.cache.extend
     sim.cache.extend = lambda request, *more: (
-        asked.append(request.request_id) or extend(request, *more)
+        request_ids.append(request.request_id) or extend(request, *more)
     )
     assert list(sim.step().num_scheduled_tokens) == ["a", "b"]
-    assert asked == ["a", "b"]
+    assert request_ids == ["a", "b"]
     assert sim.why("c").waiting_for is WaitingFor.BUDGET
 
 

@@ -1,4 +1,4 @@
-"""Keys and values from elsewhere: what the scheduler asks, reports and waits for."""
+"""Keys and values from elsewhere: lookups, reports and waits of the scheduler."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hardpoint.plugins import FinishReason, RequestError, RequestStatus, Waiting
 PROMPT = list(range(10))
 
 
-def connected(found=None, **settings):
-    connector = Connector(**(found or {}))
+def connected(matches=None, **settings):
+    connector = Connector(**(matches or {}))
     return Simulator(block_size=4, context={"transfers": connector}, **settings), connector
 
 
@@ -22,13 +22,13 @@ def fill(sim, name, num_tokens):
 
 
 def forget(sim, blocks):
-    """Make what these blocks hold rubbish."""
+    """Overwrite the contents of these blocks."""
     sim.executor.memory.forget(blocks)
 
 
-def loading(found=(8, True), max_tokens=3, **settings):
+def loading(match=(8, True), max_tokens=3, **settings):
     """Return a sim in which "a" waits for `found` tokens."""
-    sim, connector = connected({"a": found}, **settings)
+    sim, connector = connected({"a": match}, **settings)
     sim.add("a", prompt=PROMPT, max_tokens=max_tokens)
     plan = sim.step()
     assert plan.num_scheduled_tokens == {}
@@ -136,7 +136,7 @@ def test_a_connector_that_does_not_know_yet_is_asked_again():
     sim.add("b", prompt=3)
     assert list(sim.step().num_scheduled_tokens) == ["b"]
     assert sim.why("a").waiting_for is WaitingFor.REMOTE_KV
-    assert sim.why("a").message == "the KV connector does not know yet what it can load"
+    assert sim.why("a").message == "the KV connector has not answered the lookup yet"
     connector.found["a"] = (0, False)
     assert sim.step().num_scheduled_tokens == {"b": 1, "a": 10}
 

@@ -361,9 +361,9 @@ def test_lenient_answers_are_validated_as_strict_ones_are_written(name):
     strict = compiled({"type": "string", "format": name})
     texts = [*RIGHT.get(name, ()), *WRONG.get(name, ()), "", "x", "é", "1\n"]
     for text in texts:
-        found = validation_error(schema, json.dumps(text))
-        assert (found is None) == takes(strict, json.dumps(text, ensure_ascii=False)), text
-        assert found is None or found == f"$: {shown(f'{text!r} is not a {name!r}', 300)}"
+        flaw = validation_error(schema, json.dumps(text))
+        assert (flaw is None) == takes(strict, json.dumps(text, ensure_ascii=False)), text
+        assert flaw is None or flaw == f"$: {shown(f'{text!r} is not a {name!r}', 300)}"
 
 
 @pytest.mark.parametrize(

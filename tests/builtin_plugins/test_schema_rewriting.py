@@ -1,4 +1,4 @@
-"""Keywords that llguidance lacks are written in those that it has, exactly, or refused."""
+"""Keywords that llguidance lacks are rewritten with others, exactly, or rejected."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_more_items_contained_than_may_be():
 
 
 def test_references_within_a_part_that_has_an_address():
-    """They start there, also where what they refer to tells the branches apart."""
+    """References start there, even if their targets tell the branches apart."""
     part = {
         "$id": "http://x/part",
         "$defs": {"t": {"type": ["integer", "string"]}},
@@ -280,10 +280,10 @@ def test_references_within_a_part_that_has_an_address():
 def test_answers_are_validated_in_the_draft_that_a_schema_names(draft, schema, right, wrong):
     schema = {"$schema": f"http://json-schema.org/draft-0{draft}/schema#", **schema}
     state = compiled(schema)
-    asked = StructuredOutputs.checked({"json": schema, "lenient": True})
+    constraint = StructuredOutputs.checked({"json": schema, "lenient": True})
     for text, is_right in ((right, True), (wrong, False)):
         assert takes(state, text) == is_right
-        assert (LLGuidance.validate(asked, text) is None) == is_right
+        assert (LLGuidance.validate(constraint, text) is None) == is_right
 
 
 def test_a_name_that_comes_twice_does_not_count_twice():
@@ -318,7 +318,7 @@ def test_branches_of_a_part_stay(keyword):
 
 
 def test_properties_keep_their_order():
-    """Unknown ones come after those of the schema, in any order."""
+    """Unknown ones come after the properties of the schema, in any order."""
     schema = {"properties": {"b": {}, "a": {}}, "if": {"required": ["a"]}, "then": {}}
     state = compiled({**schema, "type": "object", "allOf": [{"properties": {"c": {}}}]})
     assert takes(state, '{"b": 1, "a": 2, "c": 3, "z": 4, "y": 5}')

@@ -164,8 +164,8 @@ def test_all_reduce_is_the_sum_in_rank_order(groups, size, chunk, count, dtype, 
     parts = [values_of(count, dtype, seed + rank) for rank in range(size)]
     expected = summed(parts)
     for _ in range(2):
-        given = [part.clone() for part in parts]
-        results = in_ranks(size, lambda rank, given=given: group[rank].all_reduce(given[rank]))
+        inputs = [part.clone() for part in parts]
+        results = in_ranks(size, lambda rank, inputs=inputs: group[rank].all_reduce(inputs[rank]))
         for result in results:
             assert result.dtype == dtype
             assert same(result, expected)
@@ -178,9 +178,9 @@ def test_every_narrow_number_is_summed_rightly(groups, dtype, count):
     group = groups[2, LARGE.chunk_bytes]
     others = [every, every.flip(0), torch.full_like(every, -0.0), every.roll(12_345)]
     for other in others:
-        given = [every.repeat(count), other.repeat(count)]
-        expected = summed(given)
-        for result in in_ranks(2, lambda rank, given=given: group[rank].all_reduce(given[rank])):
+        inputs = [every.repeat(count), other.repeat(count)]
+        expected = summed(inputs)
+        for result in in_ranks(2, lambda rank, inputs=inputs: group[rank].all_reduce(inputs[rank])):
             assert same(result, expected)
 
 

@@ -1,4 +1,4 @@
-"""The built-in speculators pass the suite; what `ngram` drafts."""
+"""The built-in speculators pass the suite; drafts of `ngram`."""
 
 from __future__ import annotations
 

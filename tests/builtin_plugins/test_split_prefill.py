@@ -177,8 +177,8 @@ class TestTransfer:
         outputs = split.engines[PREFILL].generate(prompts, params(1), kv_transfer_params=REMOTE)
         transfers = [output.kv_transfer_params for output in outputs]
         answers = split.engines[DECODE].generate(prompts, params(30), kv_transfer_params=transfers)
-        assert [tokens(one) for one in answers] == [wanted(p, max_tokens=30) for p in prompts]
-        assert all(one.num_cached_tokens for one in answers)
+        assert [tokens(answer) for answer in answers] == [wanted(p, max_tokens=30) for p in prompts]
+        assert all(answer.num_cached_tokens for answer in answers)
 
     def test_both_ways(self, pairs, wanted):
         split = pairs()
@@ -296,7 +296,7 @@ class TestFailures:
         assert time.monotonic() - began < 60
         fault = split.engines[DECODE].plugins.health().fallbacks["p2p"]
         assert fault.message == (
-            "peer 'prefill': no engine listens at its address; what it has is computed here"
+            "peer 'prefill': no engine listens at its address; its blocks are computed here"
         )
         assert fault.count >= 1
 
@@ -447,10 +447,10 @@ class TestRefusals:
     def decode(self, pairs):
         return pairs().engines[DECODE]
 
-    @pytest.mark.parametrize(("given", "message"), WRONG.values(), ids=WRONG)
-    def test_wrong_parameters_are_a_request_error(self, decode, given, message):
+    @pytest.mark.parametrize(("transfer_params", "message"), WRONG.values(), ids=WRONG)
+    def test_wrong_parameters_are_a_request_error(self, decode, transfer_params, message):
         with pytest.raises(RequestError) as error:
-            decode.generate([PROMPT], params(), kv_transfer_params=given)
+            decode.generate([PROMPT], params(), kv_transfer_params=transfer_params)
         assert message in str(error.value)
         assert str(error.value).startswith("kv_transfer_params")
 

@@ -54,13 +54,13 @@ def test_an_engine_that_cannot_compute_is_left_out(error):
 
 @pytest.fixture
 def server():
-    """A server whose answers the test gives: `answers` has status, body and length of each."""
+    """A server with answers from the test: `answers` has status, body and length of each."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self):
-            asked = self.rfile.read(int(self.headers["content-length"]))
+            request_body = self.rfile.read(int(self.headers["content-length"]))
             status, body, length = server.answers.pop(0)
-            server.asked.append(json.loads(asked))
+            server.asked.append(json.loads(request_body))
             self.send_response(status)
             self.send_header("content-length", str(length or len(body)))
             self.end_headers()
@@ -90,16 +90,16 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize(("answer", "given"), FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize(("answer", "fields"), FIRST.values(), ids=FIRST)
 def test_the_second_server_goes_on_whatever_the_first_one_answers(
-    server, monkeypatch, answer, given
+    server, monkeypatch, answer, fields
 ):
     monkeypatch.setenv("HARDPOINT_API_KEY", KEY)
     server.answers += [answer, (200, b'{"choices": []}', None)]
     url = f"http://127.0.0.1:{server.server_port}"
     complete = example("split_prefill_servers").complete
     assert complete(url, url, {"prompt": "a"}) == {"choices": []}
-    assert server.asked[1] == {"prompt": "a", **given}
+    assert server.asked[1] == {"prompt": "a", **fields}
 
 
 def test_a_request_that_is_wrong_is_not_sent_to_the_second_server(server, monkeypatch):

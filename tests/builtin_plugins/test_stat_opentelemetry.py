@@ -35,9 +35,9 @@ PROGRAM = {
 
 @pytest.fixture
 def spans():
-    found = exported_spans()
-    found.clear()
-    return found
+    exported = exported_spans()
+    exported.clear()
+    return exported
 
 
 def sink(**options):
@@ -52,20 +52,20 @@ def sink(**options):
 
 
 def finished(headers=None, reason="stop", metrics=None, **fields):
-    given = {"num_prompt_tokens": 5, "num_generation_tokens": 3, "e2e_seconds": 1.0}
+    numbers = {"num_prompt_tokens": 5, "num_generation_tokens": 3, "e2e_seconds": 1.0}
     return FinishedRequest(
         request_id="r",
         finish_reason=reason,
         tags={},
-        metrics=RequestMetrics(**given | (metrics or {})),
+        metrics=RequestMetrics(**numbers | (metrics or {})),
         trace_headers=headers,
         **fields,
     )
 
 
 def record(spans, *requests, engine=0):
-    one = sink(provider="program")
-    one.record(IterationStats(engine_index=engine, finished=list(requests)))
+    recorder = sink(provider="program")
+    recorder.record(IterationStats(engine_index=engine, finished=list(requests)))
     return [span for span in spans if span.kind is trace.SpanKind.SERVER], list(spans)
 
 
@@ -84,7 +84,7 @@ STAGES = {
 def test_a_request_is_a_span_with_its_stages(spans):
     metrics = STAGES | {"num_cached_tokens": 4, "num_resumes": 1, "num_preemptions": 2}
     request = finished(PARENT, metrics=metrics, max_tokens=9, n=2, index=1)
-    (span,), found = record(spans, request, engine=3)
+    (span,), exported = record(spans, request, engine=3)
     assert span.name == "text_completion tiny"
     assert f"{span.context.trace_id:032x}" == TRACE
     assert f"{span.parent.span_id:016x}" == "b" * 16
@@ -109,13 +109,13 @@ def test_a_request_is_a_span_with_its_stages(spans):
         "hardpoint.num_resumes": 1,
     }
     assert seconds(span) == pytest.approx(1.0, abs=1e-6)
-    stages = [one for one in found if one is not span]
-    assert [(one.name, round(seconds(one), 6)) for one in stages] == [
+    stages = [stage for stage in exported if stage is not span]
+    assert [(stage.name, round(seconds(stage), 6)) for stage in stages] == [
         ("queue", 0.1),
         ("prefill", 0.2),
         ("decode", 0.5),
     ]
-    assert all(one.parent.span_id == span.context.span_id for one in stages)
+    assert all(stage.parent.span_id == span.context.span_id for stage in stages)
     queue, prefill, decode = stages
     assert queue.end_time == prefill.start_time
     assert (decode.start_time - span.start_time) / 1e9 == pytest.approx(0.4, abs=1e-6)
@@ -123,10 +123,10 @@ def test_a_request_is_a_span_with_its_stages(spans):
 
 @pytest.mark.parametrize("reason", ["error", "timeout"])
 def test_a_failure_is_one(spans, reason):
-    (span,), found = record(spans, finished(reason=reason))
+    (span,), exported = record(spans, finished(reason=reason))
     assert span.status.status_code is trace.StatusCode.ERROR
     assert span.attributes["error.type"] == reason
-    assert len(found) == 1  # it reached no stage
+    assert len(exported) == 1  # it reached no stage
 
 
 @pytest.mark.parametrize(
@@ -139,22 +139,24 @@ def test_without_a_parent_it_begins_a_trace(spans, headers):
 
 def test_what_its_caller_does_not_sample_is_no_span(spans):
     headers = {"traceparent": f"00-{TRACE}-{'b' * 16}-00"}
-    _, found = record(spans, finished(headers, metrics=STAGES))
-    assert found == []
+    _, exported = record(spans, finished(headers, metrics=STAGES))
+    assert exported == []
 
 
 def test_stages_lie_within_the_request(spans):
     late = STAGES | {"time_to_first_token": 0.05, "decode_seconds": 9.0}
-    (span,), found = record(spans, finished(metrics=late))
-    assert all(span.start_time <= one.start_time <= one.end_time <= span.end_time for one in found)
+    (span,), exported = record(spans, finished(metrics=late))
+    assert all(
+        span.start_time <= stage.start_time <= stage.end_time <= span.end_time for stage in exported
+    )
 
 
 def test_a_model_makes_them(spans, scripted):
     with LLM(config=scripted_config(scripted, PROGRAM)) as llm:
         llm.generate("say abc", GREEDY, trace_headers=PARENT)
-    found = {span.name: span for span in spans}
-    assert set(found) == {"queue", "prefill", "decode", f"text_completion {llm.config.model}"}
-    assert {f"{span.context.trace_id:032x}" for span in found.values()} == {TRACE}
+    by_name = {span.name: span for span in spans}
+    assert set(by_name) == {"queue", "prefill", "decode", f"text_completion {llm.config.model}"}
+    assert {f"{span.context.trace_id:032x}" for span in by_name.values()} == {TRACE}
 
 
 def test_a_request_that_goes_on_elsewhere_stays_one_span(spans, scripted, tmp_path):
@@ -170,7 +172,7 @@ def test_a_request_that_goes_on_elsewhere_stays_one_span(spans, scripted, tmp_pa
         )
         outputs = llm.generate("say abc", params, trace_headers=PARENT)
         await anext(outputs)
-        (rank,) = [one.rank for one in (await llm.engines.load()).engines if one.in_flight]
+        (rank,) = [load.rank for load in (await llm.engines.load()).engines if load.in_flight]
         await llm.engines.retire([rank], drain_seconds=0.0)
         held.unlink()
         return [output async for output in outputs][-1]
@@ -205,10 +207,10 @@ def test_spans_reach_a_collector(monkeypatch):
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        one = sink(endpoint=f"http://127.0.0.1:{server.server_port}/v1/traces")
-        one.record(IterationStats(finished=[finished(PARENT, metrics=STAGES)]))
-        one.close()
-        one.close()
+        recorder = sink(endpoint=f"http://127.0.0.1:{server.server_port}/v1/traces")
+        recorder.record(IterationStats(finished=[finished(PARENT, metrics=STAGES)]))
+        recorder.close()
+        recorder.close()
         wait_until(lambda: Collector.received, what="the spans")
         server.shutdown()
         thread.join()
@@ -229,12 +231,12 @@ def test_spans_reach_a_collector(monkeypatch):
 def test_a_collector_that_is_gone_does_not_hold_up_the_end(protocol, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "300")
     monkeypatch.setattr(opentelemetry, "_CLOSE_SECONDS", 0.2)
-    one = sink(endpoint="http://127.0.0.1:9", protocol=protocol)
-    one.record(IterationStats(finished=[finished()]))
+    recorder = sink(endpoint="http://127.0.0.1:9", protocol=protocol)
+    recorder.record(IterationStats(finished=[finished()]))
     began = time.monotonic()
-    one.close()
+    recorder.close()
     assert time.monotonic() - began < 60.0  # the library tries longer
-    one.record(IterationStats(finished=[finished()]))
+    recorder.record(IterationStats(finished=[finished()]))
 
 
 def test_wrong_options():

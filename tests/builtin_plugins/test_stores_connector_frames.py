@@ -89,7 +89,7 @@ def test_the_block_of_another_key_is_refused():
 
 
 def test_blocks_of_other_sizes_are_refused():
-    """As those of an engine with other layers would be, if their key were the same."""
+    """Blocks of an engine with other layers would be such, if their key were the same."""
     with pytest.raises(BadBlockError, match="64 bytes in 1 layers, expected 64"):
         check(written(sizes=(HEADER_BYTES, 64)))
 

@@ -1,4 +1,4 @@
-"""The worker half of the connector "stores" and other engines: what they delay, and what not."""
+"""The worker half of the connector "stores" and other engines: delays among them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_blocks_for_which_there_is_no_buffer_are_named(gate):
     with open_rank(save_bytes=ONE_BUFFER, offer_wait_seconds=0.01) as rank:
         rank.stores[1].instead["offer"] = gate.wait
         rank.step(Save(HASHES[:4], BLOCKS[:4], SECRET))
-        assert rank.answers().unoffered == [(SECRET, one) for one in HASHES[1:4]]
+        assert rank.answers().unoffered == [(SECRET, block) for block in HASHES[1:4]]
         gate.set()
         ((name, message),) = rank.faults
         assert name == "stores"
@@ -114,6 +114,6 @@ def test_blocks_that_the_store_refuses_are_named(gate):
         rank.step(Save(HASHES[:4], BLOCKS[:4], SECRET))
         refused = []
         wait_until(lambda: refused.extend(rank.answers().unoffered) or len(refused) == 4)
-        assert refused == [(SECRET, one) for one in HASHES[:4]]
+        assert refused == [(SECRET, block) for block in HASHES[:4]]
         assert "plugin.peers may have too little room" in rank.faults[0][1]
         gate.set()

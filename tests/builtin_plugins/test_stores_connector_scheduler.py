@@ -1,4 +1,4 @@
-"""The scheduler half of the connector "stores": what it asks, loads and saves, and when."""
+"""The scheduler half of the connector "stores": its lookups, loads and saves."""
 
 from __future__ import annotations
 
@@ -379,9 +379,9 @@ def test_what_a_lookup_does_not_find_is_saved_again(engine, a):
 
 def test_preempted_and_ended_requests_save_nothing(engine, a):
     b = request("b", range(40, 60))
-    for one in (a, b):
-        engine.allocate(one)
-        engine.begin(one, 0, 5)
+    for live in (a, b):
+        engine.allocate(live)
+        engine.begin(live, 0, 5)
     engine.half.request_finished(b, (engine.blocks["b"],))
     assert (
         engine.saves(preempted_request_ids=frozenset("a"), finished_request_ids=frozenset("b"))

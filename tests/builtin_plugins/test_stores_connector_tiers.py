@@ -77,21 +77,21 @@ def clock(monkeypatch):
 
 
 def test_round_trip_is_counted():
-    one = Guarded()
-    assert one.tier.lookup([KEY]) == [False]
-    assert one.tier.keep(KEY, block().views)
-    assert one.tier.lookup([KEY, OTHER]) == [True, False]
+    guarded = Guarded()
+    assert guarded.tier.lookup([KEY]) == [False]
+    assert guarded.tier.keep(KEY, block().views)
+    assert guarded.tier.lookup([KEY, OTHER]) == [True, False]
     buffer = empty()
-    assert one.tier.load(KEY, buffer.views)
+    assert guarded.tier.load(KEY, buffer.views)
     assert contents(buffer) == [{5}, {5}]
-    assert not one.tier.load(OTHER, buffer.views)
-    stats = one.stats
+    assert not guarded.tier.load(OTHER, buffer.views)
+    stats = guarded.stats
     assert (stats.hits, stats.misses, stats.failures, stats.dropped_blocks) == (1, 2, 0, 0)
     assert (stats.loaded_blocks, stats.stored_blocks) == (1, 1)
     assert stats.loaded_bytes == stats.stored_bytes == sum(SIZES)
     assert stats.load_seconds > 0
     assert stats.store_seconds > 0
-    assert not one.faults
+    assert not guarded.faults
 
 
 ERRORS = [OSError("no disk"), SystemExit(3), KeyboardInterrupt(), MemoryError()]
@@ -100,14 +100,14 @@ ERRORS = [OSError("no disk"), SystemExit(3), KeyboardInterrupt(), MemoryError()]
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 @pytest.mark.parametrize("method", ["lookup", "store", "load"])
 def test_a_method_that_raises_is_a_miss(method, error):
-    one = Guarded()
-    one.tier.keep(KEY, block().views)
-    one.store.instead[method] = raising(error)
-    assert one.tier.lookup([KEY]) == [method != "lookup"]
-    assert one.tier.keep(OTHER, block(OTHER).views) == (method != "store")
-    assert one.tier.load(KEY, empty().views) == (method != "load")
-    assert one.stats.failures == 1
-    ((name, message),) = one.faults
+    guarded = Guarded()
+    guarded.tier.keep(KEY, block().views)
+    guarded.store.instead[method] = raising(error)
+    assert guarded.tier.lookup([KEY]) == [method != "lookup"]
+    assert guarded.tier.keep(OTHER, block(OTHER).views) == (method != "store")
+    assert guarded.tier.load(KEY, empty().views) == (method != "load")
+    assert guarded.stats.failures == 1
+    ((name, message),) = guarded.faults
     assert name == "memory"
     assert message.startswith(f"KV store 'memory': {method}() failed: {type(error).__name__}")
 
@@ -124,131 +124,131 @@ def test_a_method_that_raises_is_a_miss(method, error):
     ],
 )
 def test_answers_of_lookup_that_make_no_sense(answer, expected):
-    one = Guarded()
-    one.store.instead["lookup"] = lambda _keys: answer
-    assert one.tier.lookup([KEY, OTHER]) == [False, False]
-    assert one.stats.failures == 1
-    assert expected in one.faults[0][1]
+    guarded = Guarded()
+    guarded.store.instead["lookup"] = lambda _keys: answer
+    assert guarded.tier.lookup([KEY, OTHER]) == [False, False]
+    assert guarded.stats.failures == 1
+    assert expected in guarded.faults[0][1]
 
 
 @pytest.mark.parametrize("method", ["store", "load"])
 def test_answers_that_are_neither_true_nor_false(method):
-    one = Guarded()
-    one.store.instead[method] = lambda *_: Unreadable()
-    assert one.tier.keep(KEY, block().views) == (method != "store")
-    assert not one.tier.load(KEY, empty().views)
-    assert "neither true nor false" in one.faults[0][1]
+    guarded = Guarded()
+    guarded.store.instead[method] = lambda *_: Unreadable()
+    assert guarded.tier.keep(KEY, block().views) == (method != "store")
+    assert not guarded.tier.load(KEY, empty().views)
+    assert "neither true nor false" in guarded.faults[0][1]
 
 
 def test_a_store_that_reports_a_load_and_has_not_loaded():
     """Even though its buffer holds the very block, from before."""
-    one = Guarded()
-    one.tier.keep(KEY, block().views)
-    assert one.tier.load(KEY, empty().views)
-    one.store.instead["load"] = lambda *_: True
-    assert not one.tier.load(KEY, block().views)
-    assert "load() gave a block that cannot be used: its checksum is wrong" in one.faults[0][1]
+    guarded = Guarded()
+    guarded.tier.keep(KEY, block().views)
+    assert guarded.tier.load(KEY, empty().views)
+    guarded.store.instead["load"] = lambda *_: True
+    assert not guarded.tier.load(KEY, block().views)
+    assert "load() gave a block that cannot be used: its checksum is wrong" in guarded.faults[0][1]
 
 
 def test_damaged_and_foreign_blocks_are_misses():
-    one = Guarded()
-    one.tier.keep(KEY, block().views)
+    guarded = Guarded()
+    guarded.tier.keep(KEY, block().views)
 
     def foreign(_key, buffer):
-        return MemoryStore.load(one.store, KEY, buffer)
+        return MemoryStore.load(guarded.store, KEY, buffer)
 
     def damaged(key, buffer):
-        found = MemoryStore.load(one.store, key, buffer)
+        is_loaded = MemoryStore.load(guarded.store, key, buffer)
         buffer[2][23] ^= 128
-        return found
+        return is_loaded
 
-    one.store.instead["load"] = foreign
-    assert not one.tier.load(OTHER, empty().views)
-    assert "the block of another key" in one.faults[-1][1]
-    one.store.instead["load"] = damaged
-    assert not one.tier.load(KEY, empty().views)
-    assert "its checksum is wrong" in one.faults[-1][1]
-    assert (one.stats.failures, one.stats.loaded_blocks) == (2, 0)
+    guarded.store.instead["load"] = foreign
+    assert not guarded.tier.load(OTHER, empty().views)
+    assert "the block of another key" in guarded.faults[-1][1]
+    guarded.store.instead["load"] = damaged
+    assert not guarded.tier.load(KEY, empty().views)
+    assert "its checksum is wrong" in guarded.faults[-1][1]
+    assert (guarded.stats.failures, guarded.stats.loaded_blocks) == (2, 0)
 
 
 def test_a_store_cannot_write_to_what_it_stores():
-    one, buffer = Guarded(), block()
+    guarded, buffer = Guarded(), block()
 
     def store(_key, parts):
         parts[1][0] = 9
         return True
 
-    one.store.instead["store"] = store
-    assert not one.tier.keep(KEY, buffer.views)
-    assert "cannot modify read-only memory" in one.faults[0][1]
+    guarded.store.instead["store"] = store
+    assert not guarded.tier.keep(KEY, buffer.views)
+    assert "cannot modify read-only memory" in guarded.faults[0][1]
     assert contents(buffer) == [{5}, {5}]
 
 
 def test_blocks_without_room_are_counted():
-    one = Guarded()
-    one.store.instead["store"] = lambda *_: False
-    assert not one.tier.keep(KEY, block().views)
-    assert one.stats.dropped_blocks == 1
-    assert not one.faults
+    guarded = Guarded()
+    guarded.store.instead["store"] = lambda *_: False
+    assert not guarded.tier.keep(KEY, block().views)
+    assert guarded.stats.dropped_blocks == 1
+    assert not guarded.faults
 
 
 # Time
 
 
 def test_a_call_that_takes_too_long_has_failed(clock):
-    one = Guarded(timeout=10.0)
+    guarded = Guarded(timeout=10.0)
 
     def load(key, buffer):
         clock.advance(10.1)
-        return MemoryStore.load(one.store, key, buffer)
+        return MemoryStore.load(guarded.store, key, buffer)
 
-    one.tier.keep(KEY, block().views)
-    one.store.instead["load"] = load
-    assert not one.tier.load(KEY, empty().views)
-    assert "load() took 10.1 s, more than 10 s" in one.faults[0][1]
+    guarded.tier.keep(KEY, block().views)
+    guarded.store.instead["load"] = load
+    assert not guarded.tier.load(KEY, empty().views)
+    assert "load() took 10.1 s, more than 10 s" in guarded.faults[0][1]
 
 
 def test_while_a_call_does_not_return_no_other_is_made(clock):
-    one, hold = Guarded(timeout=10.0, failures=100), threading.Event()
-    one.store.instead["load"] = lambda *_: hold.wait(60.0)
-    thread = threading.Thread(target=one.tier.load, args=(KEY, empty().views))
+    guarded, hold = Guarded(timeout=10.0, failures=100), threading.Event()
+    guarded.store.instead["load"] = lambda *_: hold.wait(60.0)
+    thread = threading.Thread(target=guarded.tier.load, args=(KEY, empty().views))
     thread.start()
-    wait_until(lambda: one.store.calls)
+    wait_until(lambda: guarded.store.calls)
     clock.advance(10.1)
-    one.store.calls.clear()
-    assert one.tier.lookup([KEY]) == [False]
-    assert not one.tier.keep(KEY, block().views)
-    assert one.store.calls == []
-    assert "a call has not returned for 10 s" in one.faults[0][1]
+    guarded.store.calls.clear()
+    assert guarded.tier.lookup([KEY]) == [False]
+    assert not guarded.tier.keep(KEY, block().views)
+    assert guarded.store.calls == []
+    assert "a call has not returned for 10 s" in guarded.faults[0][1]
     hold.set()
     thread.join()
-    assert one.tier.keep(KEY, block().views)
-    assert one.tier.lookup([KEY]) == [True]
+    assert guarded.tier.keep(KEY, block().views)
+    assert guarded.tier.lookup([KEY]) == [True]
 
 
 def test_futures():
-    one, future = Guarded(), Future()
-    one.store.instead["store"] = lambda *_: future
+    guarded, future = Guarded(), Future()
+    guarded.store.instead["store"] = lambda *_: future
     threading.Timer(0.01, future.set_result, [True]).start()
-    assert one.tier.keep(KEY, block().views)
+    assert guarded.tier.keep(KEY, block().views)
     failed = Future()
     failed.set_exception(OSError("later"))
-    one.store.instead["load"] = lambda *_: failed
-    assert not one.tier.load(KEY, empty().views)
-    assert "load() failed: OSError: later" in one.faults[0][1]
+    guarded.store.instead["load"] = lambda *_: failed
+    assert not guarded.tier.load(KEY, empty().views)
+    assert "load() failed: OSError: later" in guarded.faults[0][1]
     cancelled = Future()
     cancelled.cancel()
-    one.store.instead["load"] = lambda *_: cancelled
-    assert not one.tier.load(KEY, empty().views)
-    assert "load() failed: concurrent.futures._base.CancelledError" in one.faults[1][1]
+    guarded.store.instead["load"] = lambda *_: cancelled
+    assert not guarded.tier.load(KEY, empty().views)
+    assert "load() failed: concurrent.futures._base.CancelledError" in guarded.faults[1][1]
 
 
 def test_a_buffer_is_in_use_until_its_late_future_is_done():
-    one, future, buffer, freed = Guarded(timeout=0.01), Future(), empty(), []
-    one.store.instead["store"] = lambda *_: future
-    tiers = Tiers([one.tier])
-    assert not one.tier.keep(KEY, buffer.views)
-    assert "its future is not done after 0.01 s" in one.faults[0][1]
+    guarded, future, buffer, freed = Guarded(timeout=0.01), Future(), empty(), []
+    guarded.store.instead["store"] = lambda *_: future
+    tiers = Tiers([guarded.tier])
+    assert not guarded.tier.keep(KEY, buffer.views)
+    assert "its future is not done after 0.01 s" in guarded.faults[0][1]
     assert tiers.late_use(buffer.views) is future
     assert tiers.late_use(empty().views) is None
     tiers.when_free(buffer.views, lambda: freed.append(1))
@@ -261,19 +261,19 @@ def test_a_buffer_is_in_use_until_its_late_future_is_done():
 
 
 def test_a_store_gets_only_so_many_buffers_that_it_does_not_give_back():
-    one, futures = Guarded(timeout=0.001, failures=1000), []
+    guarded, futures = Guarded(timeout=0.001, failures=1000), []
 
     def load(*_):
         futures.append(Future())
         return futures[-1]
 
-    one.store.instead["load"] = load
+    guarded.store.instead["load"] = load
     for _ in range(40):
-        assert not one.tier.load(KEY, empty().views)
+        assert not guarded.tier.load(KEY, empty().views)
     assert len(futures) == 16
-    assert "16 futures that took too long are not done" in one.faults[-1][1]
+    assert "16 futures that took too long are not done" in guarded.faults[-1][1]
     futures[3].set_result(False)
-    assert not one.tier.load(KEY, empty().views)
+    assert not guarded.tier.load(KEY, empty().views)
     assert len(futures) == 17
 
 
@@ -298,34 +298,34 @@ def test_breaker(clock):
     assert breaker.allows("load")
 
 
-def fails_in(one, method):
-    """Call a method whose result is not what it should be."""
+def fails_in(guarded, method):
+    """Call a method with an invalid result."""
     if method == "damage":
-        one.store.instead["load"] = lambda *_: True
-        return one.tier.load(KEY, empty().views)
-    one.store.instead[method] = raising(OSError("no disk"))
+        guarded.store.instead["load"] = lambda *_: True
+        return guarded.tier.load(KEY, empty().views)
+    guarded.store.instead[method] = raising(OSError("no disk"))
     calls = {
-        "lookup": lambda: any(one.tier.lookup([KEY])),
-        "load": lambda: one.tier.load(KEY, empty().views),
-        "store": lambda: one.tier.keep(KEY, block().views),
+        "lookup": lambda: any(guarded.tier.lookup([KEY])),
+        "load": lambda: guarded.tier.load(KEY, empty().views),
+        "store": lambda: guarded.tier.keep(KEY, block().views),
     }
     return calls[method]()
 
 
 @pytest.mark.parametrize("method", ["lookup", "load", "store", "damage"])
 def test_a_store_that_keeps_failing_is_left_out_for_a_while(method, clock):
-    one = Guarded(failures=3, seconds=10.0)
+    guarded = Guarded(failures=3, seconds=10.0)
     for _ in range(3):
-        assert not fails_in(one, method)
-    assert "left out for a while" in one.faults[-1][1]
-    count = len(one.store.calls)
-    one.store.instead.clear()
-    assert not one.tier.keep(KEY, block().views)
-    assert one.tier.lookup([KEY]) == [False]
-    assert len(one.store.calls) == count == 3
+        assert not fails_in(guarded, method)
+    assert "left out for a while" in guarded.faults[-1][1]
+    count = len(guarded.store.calls)
+    guarded.store.instead.clear()
+    assert not guarded.tier.keep(KEY, block().views)
+    assert guarded.tier.lookup([KEY]) == [False]
+    assert len(guarded.store.calls) == count == 3
     clock.advance(10.1)
-    assert one.tier.keep(KEY, block().views)
-    assert one.tier.load(KEY, empty().views)
+    assert guarded.tier.keep(KEY, block().views)
+    assert guarded.tier.load(KEY, empty().views)
 
 
 def test_a_store_whose_loads_fail_is_left_out_though_its_lookups_work(clock):
@@ -347,23 +347,23 @@ def test_a_store_whose_loads_fail_is_left_out_though_its_lookups_work(clock):
 
 
 def test_failures_that_are_not_in_a_row():
-    one = Guarded(failures=3)
-    one.tier.keep(KEY, block().views)
+    guarded = Guarded(failures=3)
+    guarded.tier.keep(KEY, block().views)
     for _ in range(10):
-        fails_in(one, "load")
-        one.store.instead.clear()
-        assert one.tier.load(KEY, empty().views)
-    assert one.stats.failures == 10
+        fails_in(guarded, "load")
+        guarded.store.instead.clear()
+        assert guarded.tier.load(KEY, empty().views)
+    assert guarded.stats.failures == 10
 
 
 def test_a_store_that_is_left_out_is_closed_all_the_same(caplog):
-    one = Guarded(failures=1)
-    fails_in(one, "lookup")
-    assert not one.tier.keep(KEY, block().views)
-    one.store.instead["drain"] = raising(OSError("gone"))
-    one.tier.end("drain")
-    one.tier.end("close")
-    assert one.store.calls == ["lookup", "drain", "close"]
+    guarded = Guarded(failures=1)
+    fails_in(guarded, "lookup")
+    assert not guarded.tier.keep(KEY, block().views)
+    guarded.store.instead["drain"] = raising(OSError("gone"))
+    guarded.tier.end("drain")
+    guarded.tier.end("close")
+    assert guarded.store.calls == ["lookup", "drain", "close"]
     assert "KV store 'memory': drain() failed: OSError: gone" in caplog.text
 
 
@@ -379,8 +379,8 @@ def two():
 def test_lookup_joins_what_stores_have(two):
     near, far, tiers = two
     keys = [bytes([index]) * 32 for index in range(5)]
-    for index, one in ((0, far), (1, near), (2, far), (4, near)):
-        one.tier.keep(keys[index], block(keys[index]).views)
+    for index, guarded in ((0, far), (1, near), (2, far), (4, near)):
+        guarded.tier.keep(keys[index], block(keys[index]).views)
     assert tiers.lookup(keys) == 3
     assert tiers.lookup(keys[3:]) == 0
     assert tiers.lookup(keys[1:3]) == 2

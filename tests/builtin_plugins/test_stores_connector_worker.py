@@ -39,7 +39,7 @@ def rank(groups):
 
 @pytest.fixture
 def saved(rank, groups):
-    """A rank whose blocks 3, 1 and 7 are stored under the hashes 0, 1 and 2; by block."""
+    """A rank with blocks 3, 1 and 7 stored under the hashes 0, 1 and 2; by block."""
     before = {block: rank.content(block) for block in range(NUM_BLOCKS)}
     rank.until_saved(Save(hashes(0, 1, 2), list(SAVED)), stores=groups)
     return before
@@ -64,10 +64,10 @@ def test_sizes_of_buffers(rank, groups):
 
 def test_lookup_counts_leading_blocks(rank, saved):
     rank.step(Lookup(5, hashes(0, 1, 2)), Lookup(6, hashes(1, 9, 2)), Lookup(7, hashes(9)))
-    found = {}
-    while len(found) < 3:
-        found |= rank.answers().found
-    assert found == {5: 3, 6: 1, 7: 0}
+    counts = {}
+    while len(counts) < 3:
+        counts |= rank.answers().found
+    assert counts == {5: 3, 6: 1, 7: 0}
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
@@ -81,7 +81,7 @@ def test_blocks_from_the_first_that_is_missing_on_are_reported(rank, saved, miss
 
 
 def test_parts_that_are_missing_make_the_block_missing(saved, rank, groups):
-    """A block of which a store has dropped one part."""
+    """A block with one part dropped by a store."""
     lost = []
 
     def load(key, buffer):
@@ -227,7 +227,7 @@ def test_a_load_ends_if_a_thread_fails(rank, saved):
 
 @pytest.fixture
 def only_futures_are_late(monkeypatch):
-    """The time of calls stands still, but for that of futures."""
+    """The time of calls stands still; only futures take time."""
     scripted_clock(monkeypatch, "kv_connectors.tiers", "kv_connectors.threads")
 
 
@@ -242,9 +242,9 @@ def test_what_a_late_future_writes_is_not_used():
             if not late:
                 late.append(buffer)
                 return Future()
-            found = MemoryStore.load(rank.store, key, buffer)
+            is_loaded = MemoryStore.load(rank.store, key, buffer)
             late[0][1][:] = b"?" * len(late[0][1])
-            return found
+            return is_loaded
 
         rank.store.instead["load"] = load
         assert rank.until_loaded(BlockLoad("a", hashes(0), [10])) == {10}
@@ -257,18 +257,18 @@ def test_what_a_late_future_reads_is_not_overwritten():
     """The store goes on reading a buffer after its time; it is not used for another block."""
     room = 128 + 2 * 48
     with opened(timeout_seconds=0.02, save_bytes=room, save_threads=1) as rank:
-        given, future = [], Future()
+        buffers, future = [], Future()
 
         def store(_key, buffer):
-            given.append((buffer, bytes(buffer.whole)))
+            buffers.append((buffer, bytes(buffer.whole)))
             return future
 
         rank.store.instead["store"] = store
         rank.until_saved(Save(hashes(0), [3]))
         rank.step(Save(hashes(1), [4]))  # there is no other buffer
         assert rank.dropped == 2
-        assert len(given) == 1
-        assert bytes(given[0][0].whole) == given[0][1]
+        assert len(buffers) == 1
+        assert bytes(buffers[0][0].whole) == buffers[0][1]
         future.set_result(True)
         rank.store.instead.clear()
         rank.until_saved(Save(hashes(1), [4]))
@@ -382,20 +382,20 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
 def test_blocks_of_another_identity_are_not_there(change):
     assert identity(**change).digest() != identity().digest()
-    with opened() as one:
-        one.until_saved(Save(hashes(0), [3]))
-        one.store.instead["close"] = lambda: None  # others use it first
-        with opened(stores=one.stores, identity_changes=change) as other:
+    with opened() as first:
+        first.until_saved(Save(hashes(0), [3]))
+        first.store.instead["close"] = lambda: None  # others use it first
+        with opened(stores=first.stores, identity_changes=change) as other:
             assert other.until_loaded(BlockLoad("a", hashes(0), [10])) == {10}
-        with opened(stores=one.stores) as other:
+        with opened(stores=first.stores) as other:
             assert other.until_loaded(BlockLoad("a", hashes(0), [10])) == set()
-        del one.store.instead["close"]
+        del first.store.instead["close"]
 
 
 def test_parts_of_other_groups_are_not_there():
-    with opened(layers=4, layer_groups=2) as one:
-        one.until_saved(Save(hashes(0), [3]), stores=2)
-        with opened(layers=4, layer_groups=4, stores=one.stores) as other:
+    with opened(layers=4, layer_groups=2) as first:
+        first.until_saved(Save(hashes(0), [3]), stores=2)
+        with opened(layers=4, layer_groups=4, stores=first.stores) as other:
             assert other.until_loaded(BlockLoad("a", hashes(0), [10])) == {10}
 
 

@@ -46,8 +46,8 @@ def counted(texts, depth, pattern, extent):
         return [(n, i) for n, i, span in spans if span == tokens]
 
     def follow(tokens, count, most):
-        found, probability, score = [], 1.0, 0.0
-        while len(found) < most and len(tokens) < depth:
+        drafts, probability, score = [], 1.0, 0.0
+        while len(drafts) < most and len(tokens) < depth:
             after = {t: places([*tokens, t]) for t in range(3)}
             token = max(after, key=lambda token: (len(after[token]), max(after[token], default=())))
             here = len(after[token])
@@ -56,17 +56,17 @@ def counted(texts, depth, pattern, extent):
             if not here or probability < extent.probability:
                 break
             tokens, count = [*tokens, token], here
-            found.append(token)
+            drafts.append(token)
             score += probability
-        return found, score
+        return drafts, score
 
     best = [], 0.0
     for length in range(1, min(len(pattern), depth) + 1):
         tokens = pattern[-length:]
         most = min(extent.limit, int(length * extent.factor) + extent.offset)
-        found, score = follow(tokens, len(places(tokens)), most)
-        if found and score >= best[1]:
-            best = found, score
+        drafts, score = follow(tokens, len(places(tokens)), most)
+        if drafts and score >= best[1]:
+            best = drafts, score
     return best
 
 
@@ -245,11 +245,11 @@ TEXT = list(range(100, 140))
 
 def test_the_own_text_and_earlier_outputs_are_drafted():
     speculator = suffix()
-    own = asking(prompt=TEXT, output=[7, *TEXT[:5]])
-    assert propose(speculator, own) == [TEXT[5:10]]  # as many as are the same
-    own.output_token_ids += TEXT[5:20]
-    assert propose(speculator, own) == [TEXT[20:28]]  # its limit
-    speculator.ended(own)
+    request = asking(prompt=TEXT, output=[7, *TEXT[:5]])
+    assert propose(speculator, request) == [TEXT[5:10]]  # as many as are the same
+    request.output_token_ids += TEXT[5:20]
+    assert propose(speculator, request) == [TEXT[20:28]]  # its limit
+    speculator.ended(request)
     other = asking("other", prompt=[1, 2], output=TEXT[:3])
     assert propose(speculator, other) == [TEXT[3:6]]
     running = asking("running", prompt=[3, 4], output=[50, 51, 52, 53])
@@ -292,33 +292,33 @@ def test_requests_of_other_scopes_are_not_seen():
 
 
 def test_outputs_beyond_the_limits_go_the_oldest_first():
-    kept = Outputs(8, max_requests=3, max_bytes=1 << 30)
+    store = Outputs(8, max_requests=3, max_bytes=1 << 30)
     outputs = [Output(scope) for scope in "abab"]
     for start, output in enumerate(outputs):
-        kept.append(output, range(100 * start, 100 * start + 20))
-    assert len(kept) == 3
-    found = [kept.draft(s, [100 * n, 100 * n + 1], FAR)[0] for n, s in enumerate("abab")]
-    assert [len(drafts) for drafts in found] == [0, 7, 7, 7]
-    kept.append(outputs[0], [1, 2, 3])  # a running one that was removed: it begins again
-    assert (len(kept), outputs[1].sequence) == (3, None)
-    assert kept.draft("a", [1], FAR)[0] == [2, 3]
+        store.append(output, range(100 * start, 100 * start + 20))
+    assert len(store) == 3
+    drafts = [store.draft(s, [100 * n, 100 * n + 1], FAR)[0] for n, s in enumerate("abab")]
+    assert [len(drafts) for drafts in drafts] == [0, 7, 7, 7]
+    store.append(outputs[0], [1, 2, 3])  # a running one that was removed: it begins again
+    assert (len(store), outputs[1].sequence) == (3, None)
+    assert store.draft("a", [1], FAR)[0] == [2, 3]
 
 
 def test_bytes_of_all_scopes_together_are_bounded():
-    kept = Outputs(24, max_requests=1000, max_bytes=1 << 18)
+    outputs = Outputs(24, max_requests=1000, max_bytes=1 << 18)
     rng = random.Random(3)
     most = 0
     for index in range(300):
-        kept.append(Output(f"scope {index % 7}"), [rng.randrange(500) for _ in range(80)])
-        most = max(most, kept.num_bytes)
+        outputs.append(Output(f"scope {index % 7}"), [rng.randrange(500) for _ in range(80)])
+        most = max(most, outputs.num_bytes)
     assert 1 << 17 < most <= 1 << 18
     last = Output("new")
     for _ in range(100):  # alone too large
-        kept.append(last, [rng.randrange(500) for _ in range(80)])
-        assert kept.num_bytes <= 1 << 18
-    while len(kept):
-        kept.remove_oldest()
-    assert kept.num_bytes == 0  # and no empty tree is left
+        outputs.append(last, [rng.randrange(500) for _ in range(80)])
+        assert outputs.num_bytes <= 1 << 18
+    while len(outputs):
+        outputs.remove_oldest()
+    assert outputs.num_bytes == 0  # and no empty tree is left
 
 
 def test_no_outputs_are_kept_if_there_are_to_be_none():
@@ -334,13 +334,13 @@ def test_what_cannot_be_allocated_leaves_the_tree_as_it_is(monkeypatch, new_tree
         pytest.skip("Python says so itself")
     with pytest.raises(MemoryError, match="no memory for a tree of suffixes"):
         new_tree(1 << 45).begin()
-    kept = Outputs(8, max_requests=3, max_bytes=1 << 30)
+    outputs = Outputs(8, max_requests=3, max_bytes=1 << 30)
     monkeypatch.setattr(new_tree, "append", lambda *_: (_ for _ in ()).throw(MemoryError()))
     output = Output("a")
     with pytest.raises(MemoryError):
-        kept.append(output, [1, 2])
-    assert len(kept) == 1
-    assert kept.num_bytes > 0
+        outputs.append(output, [1, 2])
+    assert len(outputs) == 1
+    assert outputs.num_bytes > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

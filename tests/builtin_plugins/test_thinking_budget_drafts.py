@@ -69,9 +69,9 @@ class TestDrafts:
 
     def test_a_fork_is_independent(self):
         request = Request(prompt=[1], budget=1)
-        one = request.processor.advance(request.processor.fork(request.state), 7)
+        forked = request.processor.advance(request.processor.fork(request.state), 7)
         other = request.processor.advance(request.processor.fork(request.state), 2)
-        assert forced(request.processor, one) == 2
+        assert forced(request.processor, forked) == 2
         assert forced(request.processor, other) is None
 
 
@@ -130,11 +130,11 @@ def test_drafts_give_what_single_steps_give(start, end, budget, prompt, tokens, 
         size = data.draw(st.integers(0, 4))
         drafts = [data.draw(st.sampled_from([token, 3])) for token in tokens[:size]]
         rows = request.drafted(*drafts)
-        kept = 0
-        while kept < len(drafts) and drafts[kept] == tokens[kept]:
-            kept += 1
-        for row in range(kept + 1):
+        num_accepted = 0
+        while num_accepted < len(drafts) and drafts[num_accepted] == tokens[num_accepted]:
+            num_accepted += 1
+        for row in range(num_accepted + 1):
             assert rows[row] == naive(prompt, seen + tokens[:row], start, end, budget)
-        seen += tokens[: kept + 1]
-        request.accept(*tokens[: kept + 1])
-        tokens = tokens[kept + 1 :]
+        seen += tokens[: num_accepted + 1]
+        request.accept(*tokens[: num_accepted + 1])
+        tokens = tokens[num_accepted + 1 :]

@@ -71,12 +71,12 @@ def test_matrices_of_few_bits_and_random_weights_give_the_tokens_of_the_native_m
     assert reference
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
     settings = {"load": {"use": loader}, "quantization": {"use": "int8"}}
-    found = []
+    completions = []
     for config in (THROUGH, NATIVELY):
         with LLM(str(folder), config=config | settings) as llm:
             outputs = llm.generate(prompts_of(), params)
-        found.append([output.outputs[0] for output in outputs])
-    for through, native in zip(*found, strict=True):
+        completions.append([output.outputs[0] for output in outputs])
+    for through, native in zip(*completions, strict=True):
         assert through.token_ids == native.token_ids
         assert through.cumulative_logprob == pytest.approx(native.cumulative_logprob, abs=1e-3)
 

@@ -1,4 +1,4 @@
-"""Reports of tiers: KV events of what they keep, no more than is known, and their size."""
+"""Reports of tiers: KV events of known blocks, and sizes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class RecordedTiers:
 
     def published(self):
         self.events.flush()
-        found, self._published[:] = list(self._published), []
-        return found
+        published, self._published[:] = list(self._published), []
+        return published
 
 
 def stored(tier, names):
@@ -108,26 +108,26 @@ def test_threads_do_not_disturb_each_other(most_blocks):
         thread.start()
     for thread in threads:
         thread.join()
-    kept = set()
+    stored = set()
     for event in recorded.published():
         hashes = set(event.block_hashes)
         assert len(hashes) == len(event.block_hashes)
         if isinstance(event, BlockStored):
-            assert not kept & hashes
-            kept |= hashes
+            assert not stored & hashes
+            stored |= hashes
         else:
-            assert hashes <= kept
-            kept -= hashes
-    assert len(kept) <= most_blocks
+            assert hashes <= stored
+            stored -= hashes
+    assert len(stored) <= most_blocks
     if most_blocks == 1000:
-        assert kept == {name.encode() for name in names if ord(name) % 3}
+        assert stored == {name.encode() for name in names if ord(name) % 3}
 
 
 # The size that a store reports
 
 
 class Sized(MemoryStore):
-    """Says what a test wants."""
+    """Reports sizes set by a test."""
 
     answer = None
 

@@ -180,7 +180,7 @@ WRONG = {
     "unknown beyond": (
         {"tokenizer.model": sentencepiece_model(PIECES, {40: 9}, {})},
         LLAMA,
-        "one of them for what is unknown, got 2 and the id 9",
+        "one of them for unknown text, got 2 and the id 9",
     ),
     "charsmap": (
         {"tokenizer.model": sentencepiece_model(PIECES, {}, {2: b"xx"})},

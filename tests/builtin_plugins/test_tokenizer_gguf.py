@@ -28,7 +28,7 @@ def test_pre_tokenizers(pre: str, expected: list[str], tmp_path: Path) -> None:
 
 
 def test_patterns_are_those_of_transformers() -> None:
-    """It has those of most files, and no others."""
+    """It has the patterns of most files, and no others."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     both = SPLITS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()

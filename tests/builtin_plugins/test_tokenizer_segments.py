@@ -1,4 +1,4 @@
-"""Segments of texts: their ids are those of the whole text, and a conversation's are kept."""
+"""Segments of texts: their ids are equal to the whole text's, and a conversation's are cached."""
 
 from __future__ import annotations
 

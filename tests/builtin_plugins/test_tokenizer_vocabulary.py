@@ -1,4 +1,4 @@
-"""The bytes of tokens are what the library's decoder makes of them, for each kind of decoder."""
+"""The bytes of tokens are equal to the output of the library's decoder, for each decoder."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def bytes_of(tokenizer: Tokenizer, *tokens: str) -> list[bytes]:
-    found = vocabulary_of(tokenizer).tokens
-    return [found[tokenizer.token_to_id(token)] for token in tokens]
+    token_bytes = vocabulary_of(tokenizer).tokens
+    return [token_bytes[tokenizer.token_to_id(token)] for token in tokens]
 
 
 def byte_level(*more: str) -> Tokenizer:
@@ -281,6 +281,6 @@ class TestGGUF:
         assert vocabulary.special == tuple(range(17))
         text = '{"name": "naïve 漢字", "n": [1, 2.5]}\n\t👩‍👩‍👧<|im_end|>'
         assert b"".join(vocabulary.tokens[i] for i in tokenizer.encode(text)) == text.encode()
-        for token, found in enumerate(vocabulary.tokens):
+        for token, token_text in enumerate(vocabulary.tokens):
             decoded = tokenizer.decode([token], skip_special_tokens=False)
-            assert found.decode(errors="replace") == decoded
+            assert token_text.decode(errors="replace") == decoded

@@ -1,4 +1,4 @@
-"""Communication by torch: who listens where, who did not come, and what happens when one ends."""
+"""Communication by torch: listeners, missing ranks, and the end of a rank."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from support.builtins.model_harness import load_model, open_loader
 from support.builtins.transformers_models import FAMILIES, GEMMA, MOE, TINY, save
 from support.builtins.transformers_parity import check_parts
 from support.families.configs import tiny_config
-from support.families.page import read_data
+from support.families.data import read_data
 from support.families.survey import THROUGH, save_random
 
 from hardpoint import LLM, SamplingParams

@@ -1,4 +1,4 @@
-"""The executor of one worker, whose steps run in a thread of their own when planned ahead."""
+"""The executor of one worker, with steps in a separate thread when planned ahead."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TestThread:
         for plan in plans:
             thread.submit(lambda plan=plan: plan).result(60)
         del plan
-        wait_until(lambda: all(found == [plans] for found in map(gc.get_referrers, plans)))
+        wait_until(lambda: all(referrers == [plans] for referrers in map(gc.get_referrers, plans)))
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_the_calls_of_one_that_has_died_fail(self, thread, monkeypatch):
@@ -135,7 +135,7 @@ def raise_in(ident):
 
 
 class Notes(LogitsProcessor):
-    """Notes the thread and what torch does there."""
+    """Records the thread, and torch's settings there."""
 
     contract = 1
     phase = Phase.BIAS
@@ -218,7 +218,7 @@ def test_an_error_of_the_model_is_raised_to_the_caller(open_llm, monkeypatch, er
 
 
 def test_a_stop_token_costs_one_row_and_no_token(open_llm, monkeypatch):
-    found = {}
+    results = {}
     for ahead in (False, True):
         monkeypatch.setattr(Counts, "tokens", 0)
         config = {"executor": {"use": f"{HERE}:Counts"}, "scheduler": {"asynchronous": ahead}}
@@ -235,7 +235,7 @@ def test_a_stop_token_costs_one_row_and_no_token(open_llm, monkeypatch):
             while engine.has_unfinished_requests():
                 engine.step()
         assert all(output.outputs[0].finish_reason == "stop" for output in outputs)
-        found[ahead] = Counts.tokens, [output.outputs[0].token_ids for output in outputs]
+        results[ahead] = Counts.tokens, [output.outputs[0].token_ids for output in outputs]
     end = next(i for i, token in enumerate(tokens) if token == tokens[4]) + 1
-    assert found[True][1] == found[False][1] == [tokens[:end]] * 3
-    assert found[True][0] == found[False][0] + 3
+    assert results[True][1] == results[False][1] == [tokens[:end]] * 3
+    assert results[True][0] == results[False][0] + 3

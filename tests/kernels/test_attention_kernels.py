@@ -235,10 +235,10 @@ def test_codes_and_scales_are_those_of_torch(library, cache_dtype) -> None:
     )
     scales = [side[:, -64:].contiguous().view(torch.float32).T for side in (keys, values)]
     sides = rotate_heads(sequence.qkv[1]), sequence.qkv[2]
-    for codes, found, side in zip(stored, scales, sides, strict=True):
+    for codes, stored_scales, side in zip(stored, scales, sides, strict=True):
         expected, expected_scales = quantize_heads(side, cache_dtype)
         assert torch.equal(codes, expected.view(torch.uint8))
-        assert torch.equal(found, expected_scales)
+        assert torch.equal(stored_scales, expected_scales)
 
 
 SHARED = (0, 300, 300, 150, 270, 300)
@@ -253,11 +253,11 @@ def schedule_sequences(spec: KVSpec, dtype: torch.dtype) -> list[Sequence]:
             [
                 torch.cat((first[:shared], rest))
                 for first, rest in zip(
-                    beginning.qkv, random_sequence(spec, own, dtype, seed).qkv, strict=True
+                    beginning.qkv, random_sequence(spec, length, dtype, seed).qkv, strict=True
                 )
             ]
         )
-        for seed, (shared, own) in enumerate(zip(SHARED, OWN, strict=True), 10)
+        for seed, (shared, length) in enumerate(zip(SHARED, OWN, strict=True), 10)
     ]
 
 
@@ -403,8 +403,8 @@ def test_what_is_not_finite_reaches_those_rows_alone_that_see_it(
     assert not alone[7:].isfinite().all()
     for chunk in (0, 100):
         sequence.done = BEFORE - chunk
-        found = runner.step([(sequence, chunk + 16)])[0][chunk:]
-        assert torch.equal(found.nan_to_num(7.0), alone.nan_to_num(7.0))
+        output = runner.step([(sequence, chunk + 16)])[0][chunk:]
+        assert torch.equal(output.nan_to_num(7.0), alone.nan_to_num(7.0))
 
 
 def test_large_and_small_scores_are_capped_as_exactly_as_torch_does(library) -> None:

@@ -97,7 +97,7 @@ def test_small_numbers_come_out_exactly(library, bits, dtype, rows):
 
 
 def test_scales_of_16_bits_are_read_as_they_are(library):
-    """Subnormal, largest, infinite and NaN scales are those that torch reads."""
+    """Subnormal, largest, infinite and NaN scales equal torch's."""
     bits = torch.tensor([0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00, 0x7E00], dtype=torch.int16)
     scales = torch.cat([bits, bits | -0x8000]).view(torch.float16).unsqueeze(1)
     codes = torch.ones(16, 32, dtype=torch.uint8)

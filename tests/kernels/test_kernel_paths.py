@@ -43,7 +43,7 @@ def test_each_path_passes_the_suite(choose, path):
 @pytest.mark.parametrize("path", cpu.PATHS)
 @pytest.mark.parametrize("depth", [32, 37, 96, 1100])
 def test_a_row_has_its_product_among_any_number_of_rows(path, depth):
-    """Few rows and many are multiplied in other blocks, whose sums have one order."""
+    """Few rows and many are multiplied in other blocks, with sums in one order."""
     if not cpu.Library("plain").supports(path):
         pytest.skip(f"the processor has no {path}")
     library, dtype, columns = cpu.Library(path), torch.bfloat16, 100
@@ -97,7 +97,7 @@ def test_missing_kernels_are_reported(choose, monkeypatch, tmp_path):
 
 
 def test_a_path_that_was_not_compiled_is_named(choose, monkeypatch, tmp_path, caplog):
-    """The best of the compiled ones runs, and the log names what was left out and how to get it."""
+    """The best compiled one runs, and the log names the missing one and how to get it."""
     choose("")
     monkeypatch.setattr("hardpoint.kernels.cpu._FOLDER", tmp_path)
     shutil.copy(Path(cpu.__file__).with_name("cpu_plain.so"), tmp_path)

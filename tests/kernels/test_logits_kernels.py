@@ -53,13 +53,13 @@ def column(strategy, rows, dtype, data):
 
 
 def check(name, ops, logits, *arguments):
-    """Compare a method with that of `Ops`, and with torch's own ways."""
+    """Compare a method with `Ops`, and with torch's own ways."""
     results = []
     for method in (getattr(Ops, name), getattr(TORCH, name), getattr(ops, name)):
-        given = logits.clone()
-        inputs = (TORCH, given) if not results else (given,)
+        copy = logits.clone()
+        inputs = (TORCH, copy) if not results else (copy,)
         result = method(*inputs, *arguments)
-        results.append(given.view(torch.int32) if result is None else result)
+        results.append(copy.view(torch.int32) if result is None else result)
     for result in results[1:]:
         assert torch.equal(result, results[0]), name
 
@@ -84,12 +84,12 @@ def test_any_logits(native, data, rows, vocab, seed, scale, masked, values):
     check("keep_top_p", native, logits, p)
     check("keep_min_p", native, logits, p)
     check("argmax", native, logits)
-    kept = data.draw(st.lists(st.integers(0, rows - 1), unique=True, min_size=1))
+    chosen_rows = data.draw(st.lists(st.integers(0, rows - 1), unique=True, min_size=1))
     columns = -(-vocab // 32)
     patterns = st.sampled_from([0, 0, -1, 1, -(2**31), 0x5A5A0FF0])
     bits = data.draw(st.lists(patterns, min_size=columns, max_size=columns))
-    bitmask = torch.tensor([bits[row:] + bits[:row] for row in kept], dtype=torch.int32)
-    check("keep_tokens", native, logits, torch.tensor(kept), bitmask)
+    bitmask = torch.tensor([bits[row:] + bits[:row] for row in chosen_rows], dtype=torch.int32)
+    check("keep_tokens", native, logits, torch.tensor(chosen_rows), bitmask)
     seeds = column(st.integers(-(2**63), 2**63 - 1), rows, torch.int64, data).flatten()
     greedy = column(st.booleans(), rows, torch.bool, data).flatten()
     check("draw", native, logits, seeds, seeds.abs() % 9999, greedy)

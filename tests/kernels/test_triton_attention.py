@@ -51,7 +51,7 @@ Part = tuple[int, int]
 
 
 class Step:
-    """Sequences in shuffled blocks; what none of them may see is NaN."""
+    """Sequences in shuffled blocks; values that none of them may see are NaN."""
 
     def __init__(self, layer: Layer, parts: list[Part], seed: int = 0, longest: int = 0) -> None:
         self.layer = layer
@@ -229,31 +229,31 @@ def test_programs_take_turns(programs, listed, monkeypatch) -> None:
 
 
 @triton.jit
-def find_kernel(lens, found, num_seqs, window, listed: tl.constexpr, windowed: tl.constexpr):
+def find_kernel(lens, pairs, num_seqs, window, listed: tl.constexpr, windowed: tl.constexpr):
     place = tl.program_id(0)
     sequence, split = attention.find_split(
         lens, place, num_seqs, window, listed, 16, 64, 4, windowed
     )
-    tl.store(found + 2 * place, sequence)
-    tl.store(found + 2 * place + 1, split)
+    tl.store(pairs + 2 * place, sequence)
+    tl.store(pairs + 2 * place + 1, split)
 
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_the_splits_of_a_long_sequence_are_of_different_programs(window) -> None:
-    """They are neighbours in one list, of which each has a program, whatever others need."""
+    """They are neighbors in one list; each has a program, independent of the others' needs."""
     lens = [3, 0, 1500, 65]
     spans = [length - max(length - (window or length), 0) // 16 * 16 for length in lens]
     sizes = [max(-(-span // 64) * 16, 64) for span in spans]
     counts = [max(-(-span // size), 1) for span, size in zip(spans, sizes, strict=True)]
     expected = [[row, split] for row, count in enumerate(counts) for split in range(count)]
     for listed in (2, 4):
-        found = torch.zeros(len(expected) + 1, 2, dtype=torch.int64, device=DEVICE)
-        find_kernel[(len(found),)](
-            torch.tensor(lens, device=DEVICE), found, len(lens), window or 0, listed,
+        pairs = torch.zeros(len(expected) + 1, 2, dtype=torch.int64, device=DEVICE)
+        find_kernel[(len(pairs),)](
+            torch.tensor(lens, device=DEVICE), pairs, len(lens), window or 0, listed,
             window is not None,
         )  # fmt: skip
-        assert found[: len(expected)].tolist() == expected
-        assert found[len(expected) :, 0].tolist() == [len(lens)]
+        assert pairs[: len(expected)].tolist() == expected
+        assert pairs[len(expected) :, 0].tolist() == [len(lens)]
 
 
 class Launches:
@@ -281,7 +281,7 @@ def test_programs_are_as_many_however_many_sequences_there_are(monkeypatch) -> N
 
 
 def test_tensors_give_the_sizes_and_the_host_only_their_limits() -> None:
-    """A recorded step has upper bounds, and runs with what its tensors hold later."""
+    """A recorded step has upper bounds, and runs with later contents of its tensors."""
     layer = Layer(4, 2, 16, 16)
     step = Step(layer, [(1, 40), (1, 300), (1, 7)], longest=1000)
     expected = step.twin()[0]

@@ -169,7 +169,7 @@ SMALL = code_tiles.Tile(16, 32, 2, 4, 1, 512)
 
 
 def test_few_rows_keep_a_gpu_busy(monkeypatch):
-    """Whose multiprocessors are 108 to 304; what is added up stays small."""
+    """With 108 to 304 multiprocessors; the partial sums stay small."""
     monkeypatch.setattr(code_tiles, "is_interpreted", lambda: False)
     for dtype, rows in itertools.product((BF16, FLOAT), (2, 16, 17, 64, 65, 128, 129, 4096)):
         for count in (1024, 4096, 14336, 128256):
@@ -182,7 +182,7 @@ def test_few_rows_keep_a_gpu_busy(monkeypatch):
 
 @pytest.mark.parametrize("kind", SOME_FORMS)
 def test_a_row_is_multiplied_with_the_same_matrix_alone_and_among_others(kind):
-    """Of whose numbers these rows read one each; only the order of sums may be another."""
+    """These rows read one number each of it; only the order of sums may be another."""
     packed = kernels.pack([drawn(kind, 37, 100)], DEVICE)
     multiply = kernels.linear_codes(packed, (37, 100), None, FLOAT)
     rows = torch.eye(100, device=DEVICE, dtype=BF16)[[0, 41, 99]]
@@ -194,7 +194,7 @@ def test_a_row_is_multiplied_with_the_same_matrix_alone_and_among_others(kind):
     "kind", nightly_but([FORMS[5], FORMS[8]], FORMS[8], name=lambda kind: kind.name)
 )
 def test_small_tiles_give_the_same(monkeypatch, kind, tile):
-    """Those of GPUs: several programs, each with several steps, of which the last is not whole."""
+    """Tiles of GPUs: several programs, each with several steps, the last of them not whole."""
     monkeypatch.setattr(code_tiles, "INTERPRETED", (tile, tile))
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(1 if tile.x_rows == 1 else 19, 300, generator=generator)
@@ -202,7 +202,7 @@ def test_small_tiles_give_the_same(monkeypatch, kind, tile):
 
 
 def test_scales_of_16_bits_are_read_as_they_are():
-    """Subnormal and largest scales are those that torch reads."""
+    """Subnormal and largest scales equal torch's."""
     bits = torch.tensor([0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00], dtype=torch.int16)
     scales = torch.cat([bits, bits | -0x8000]).view(HALF).unsqueeze(1)
     part = AffineMatrix(torch.ones(14, 32, dtype=torch.uint8), 4, 32, scales)
@@ -230,14 +230,14 @@ def test_packed_codes_take_no_more_bits_than_they_have(kind):
 
 
 def test_parts_of_a_form_become_one():
-    one = drawn(FORMS[4], 5, 70)
+    first = drawn(FORMS[4], 5, 70)
     other, last = (
-        dataclasses.replace(drawn(FORMS[4], rows, 70), values=one.values) for rows in (9, 3)
+        dataclasses.replace(drawn(FORMS[4], rows, 70), values=first.values) for rows in (9, 3)
     )
-    packed = kernels.pack([one, other, last], torch.device("cpu"))
+    packed = kernels.pack([first, other, last], torch.device("cpu"))
     assert [part.form.rows for part in packed_codes.read(packed, (17, 70))] == [17]
-    different = dataclasses.replace(other, values=one.values + 1)
-    packed = kernels.pack([one, different, drawn(FORMS[2], 3, 70)], torch.device("cpu"))
+    different = dataclasses.replace(other, values=first.values + 1)
+    packed = kernels.pack([first, different, drawn(FORMS[2], 3, 70)], torch.device("cpu"))
     assert [part.form.rows for part in packed_codes.read(packed, (17, 70))] == [5, 9, 3]
 
 
@@ -336,7 +336,7 @@ def test_experts_of_codes(kinds, rows, per_row, dtype, is_stacked, seed):
             for _ in range(experts)
         ]
         packed.append([ops.pack_codes(part) for part in parts])
-        dense = [torch.cat([one.dequantize() for one in part]) for part in parts]
+        dense = [torch.cat([codes.dequantize() for codes in part]) for part in parts]
         numbers.append([matrix.to(DEVICE) for matrix in dense])
     x = torch.randn(rows, hidden + 3, generator=generator).to(DEVICE, dtype)[:, :hidden]
     chosen = torch.stack([torch.randperm(6, generator=generator)[:per_row] for _ in range(rows)])
@@ -378,7 +378,7 @@ def test_results_of_experts_lie_at_aligned_addresses(monkeypatch):
     monkeypatch.setattr(
         code_experts,
         "sum_pairs",
-        lambda *given: (widths.append(given[0].stride(0)), add_up(*given)),
+        lambda *tensors: (widths.append(tensors[0].stride(0)), add_up(*tensors)),
     )
     assert torch.equal(run(*arguments), expected)
     assert widths == [1024, 76]
@@ -389,8 +389,10 @@ def test_experts_of_different_forms_are_multiplied_one_by_one():
     ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))
     gate_up = [kind.draw(32, 16, generator) for kind in FORMS[:2]]
     down = [kind.draw(16, 16, generator) for kind in FORMS[:2]]
-    packed = ([ops.pack_codes([one]) for one in side] for side in (gate_up, down))
-    dense = ([ops.pack(one.dequantize().to(DEVICE)) for one in side] for side in (gate_up, down))
+    packed = ([ops.pack_codes([codes]) for codes in side] for side in (gate_up, down))
+    dense = (
+        [ops.pack(codes.dequantize().to(DEVICE)) for codes in side] for side in (gate_up, down)
+    )
     x = torch.randn(2, 16, generator=generator).to(DEVICE)
     chosen = torch.tensor([[0, 1], [1, 0]], device=DEVICE)
     weights = torch.rand(2, 2, generator=generator).to(DEVICE)

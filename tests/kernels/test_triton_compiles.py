@@ -38,15 +38,15 @@ def numbers_of(kernel: Any, arguments: tuple[Any, ...]) -> dict[str, str]:
 @pytest.fixture
 def launches(monkeypatch):
     """Collects how kernels would be compiled, and runs none: name, constants, kinds of numbers."""
-    found = []
+    calls = []
     kind = type(logits_kernels.VARIANTS[0].kernel)
 
     def recorded(self, *args, **kwargs):
         constants = {k: v for k, v in kwargs.items() if k not in ("grid", "warmup")}
-        found.append((self.__name__, str(constants), str(numbers_of(self, args))))
+        calls.append((self.__name__, str(constants), str(numbers_of(self, args))))
 
     monkeypatch.setattr(kind, "run", recorded)
-    return found
+    return calls
 
 
 def ops_of(dtype):
@@ -114,7 +114,7 @@ def test_numbers_of_rows_are_no_constants(run, launches, monkeypatch):
         for name, constants, numbers in launches:
             compiled.setdefault((name, constants), set()).add(numbers)
     assert len(compiled) >= 5
-    assert {key: sorted(found) for key, found in compiled.items() if len(found) > 1} == {}
+    assert {key: sorted(kinds) for key, kinds in compiled.items() if len(kinds) > 1} == {}
 
 
 def test_a_first_top_p_compiles_few_kernels(launches):

@@ -1,4 +1,4 @@
-"""Mixtures of experts in Triton give what `Ops.experts` gives, whatever rows choose."""
+"""Mixtures of experts in Triton equal `Ops.experts`, for any choices of rows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_any_choice(rows, hidden, width, count, per_row, missing, form, seed):
     x = wide.to(DEVICE)[:, 1 : 1 + hidden]
     chosen = choices(generator, rows, count, per_row, missing).to(DEVICE)
     weights = torch.rand(rows, per_row, generator=generator).to(DEVICE)
-    kept = [part.clone() for part in (x, chosen, weights)]
+    copies = [part.clone() for part in (x, chosen, weights)]
 
     biases = clamped = None
     if is_gpt_oss:
@@ -114,7 +114,7 @@ def test_any_choice(rows, hidden, width, count, per_row, missing, form, seed):
     assert ((result - expected).abs() <= limit).all()
     has_none = ~((chosen >= 0) & (chosen < count)).any(1)
     assert not result[has_none.cpu()].any()
-    for part, before in zip((x, chosen, weights), kept, strict=True):
+    for part, before in zip((x, chosen, weights), copies, strict=True):
         assert torch.equal(part, before)
 
 
@@ -145,7 +145,7 @@ def test_lists_of_pairs(rows, count, per_row, missing, tile_rows, seed):
 
 
 def test_sums_are_in_the_order_of_experts():
-    """Numbers of which the sum depends on the order, chosen in another one."""
+    """Numbers with a sum that depends on the order, chosen in another order."""
     parts = torch.tensor([[2.0**24], [-(2.0**24)], [1.0], [7.0]]).repeat(1, 3).to(DEVICE)
     for chosen in ([3, 4, 5, -1], [3, 5, 4, 9], [4, 5, 3, -1], [5, 3, 4, 6]):
         y = torch.empty(1, 3, device=DEVICE)
@@ -202,9 +202,9 @@ def test_addresses_stay_in_one_tensor():
     whole = torch.zeros(8, 4, device=DEVICE)
     addresses = Addresses([(whole[0], whole[1]), (whole[5], torch.zeros(3, device=DEVICE))])
     table = addresses.table()
-    kept = table.clone()
+    copy = table.clone()
     assert addresses.table() is table
     move_memory([whole])
     assert addresses.table() is table
     assert table[0].tolist() == [whole[0].data_ptr(), whole[1].data_ptr()]
-    assert (table != kept).tolist() == [[True, True], [True, False]]
+    assert (table != copy).tolist() == [[True, True], [True, False]]

@@ -1,4 +1,4 @@
-"""Kernels of layers in Triton give what their twins give, over sizes, strides and dtypes."""
+"""Kernels of layers in Triton equal their twins, over sizes, strides and dtypes."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_norms_of_rows(rows, size, dtype, wide_weight, gap, seed):
     wide = draw(seed, rows, size + gap, dtype=dtype)
     weight = draw(seed + 1, size, dtype=torch.float32 if wide_weight else dtype)
     x = wide[:, :size]
-    kept = wide.clone()
+    copy = wide.clone()
     check(layers.rms_norm(x, weight, EPS), twins.rms_norm(x, weight, EPS), dtype)
-    assert torch.equal(wide, kept)
+    assert torch.equal(wide, copy)
 
     delta = draw(seed + 2, rows, size + 2, dtype=dtype)[:, 2:]
     total, kept_delta = x + delta, delta.clone()
     result = layers.add_rms_norm(x, delta, weight, EPS)
     assert torch.equal(x, total)
-    assert torch.equal(wide[:, size:], kept[:, size:])
+    assert torch.equal(wide[:, size:], copy[:, size:])
     assert torch.equal(delta, kept_delta)
     check(result, twins.rms_norm(x, weight, EPS), dtype)
 
@@ -110,12 +110,12 @@ def test_gates(activation, rows, size, gap, dtype, scale, seed):
     x = draw(seed, rows, 2 * size + gap, dtype=torch.float32)
     x[:, :size] *= scale
     x = x.to(dtype)[:, : 2 * size]
-    kept = x.clone()
+    copy = x.clone()
     result = getattr(layers, f"{activation}_and_mul")(x)
     expected = twins.gated(x, activation)
     limit = TOLERANCES[dtype]
     torch.testing.assert_close(result, expected, rtol=limit, atol=limit * 1e-3)
-    assert torch.equal(x, kept)
+    assert torch.equal(x, copy)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
@@ -138,8 +138,8 @@ def test_scales_and_sums(rows, size, gap, dtype, factor, seed):
     assert torch.equal(wide, expected)
 
     delta = draw(seed + 1, rows, size + 1, dtype=dtype)[:, 1:]
-    expected, kept = wide.clone(), delta.clone()
+    expected, copy = wide.clone(), delta.clone()
     expected[:, :size] += delta
     layers.add(wide[:, :size], delta)
     assert torch.equal(wide, expected)
-    assert torch.equal(delta, kept)
+    assert torch.equal(delta, copy)

@@ -23,7 +23,7 @@ VALUES = st.sampled_from([-math.inf, math.inf, math.nan, 0.0, -0.0, 1e-45, -1e-3
 
 @st.composite
 def logits_of(draw, most_rows=3):
-    """Rows of wider ones, of the kinds that sampling meets and of those that it should not."""
+    """Rows of wider ones, of the kinds that sampling meets and of invalid kinds."""
     rows = draw(st.integers(1, most_rows))
     # The interpreter takes its time for the parts of a row: few have some.
     is_wide = draw(st.integers(0, 9)) == 9
@@ -56,8 +56,8 @@ def assert_equal(result, expected):
 def run(function, logits, *arguments, **options):
     """Call a kernel's function on parts of wider rows; return its result and the logits after."""
     wide = torch.nn.functional.pad(logits, (0, 3)).to(DEVICE)
-    given = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
-    result = function(wide[:, :-3], *given, **options)
+    on_device = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
+    result = function(wide[:, :-3], *on_device, **options)
     assert not wide[:, -3:].any()
     return result if result is None else result.cpu(), wide[:, :-3].cpu()
 
@@ -66,8 +66,8 @@ def check(name, logits, *arguments):
     """Compare a kernel's function with the method of `Ops` of that name, on the CPU."""
     expected = logits.clone()
     wanted = getattr(Ops, name)(TORCH, expected, *arguments)
-    given = arguments[:1] if name == "keep_top_k" else arguments
-    result, after = run(getattr(logits_kernels, name), logits, *given)
+    first_arguments = arguments[:1] if name == "keep_top_k" else arguments
+    result, after = run(getattr(logits_kernels, name), logits, *first_arguments)
     assert (result is None) == (wanted is None)
     if wanted is not None:
         assert torch.equal(result, wanted), name
@@ -146,11 +146,11 @@ def test_no_rows():
     assert run(logits_kernels.draw, logits, none, none, none.bool())[0].dtype == torch.int64
     for name in ("keep_top_k", "keep_top_p", "keep_min_p", "divide"):
         run(getattr(logits_kernels, name), logits, torch.empty(0, 1))
-    kept = torch.ones(2, 9)
+    ones = torch.ones(2, 9)
     empty = torch.empty(0, 1, dtype=torch.int32)
-    assert run(logits_kernels.keep_tokens, kept, none, empty)[1].equal(kept)
-    assert run(logits_kernels.put, kept, none, torch.empty(0), add=True)[1].equal(kept)
-    assert run(logits_kernels.put_only, kept, none, none)[1].equal(kept)
+    assert run(logits_kernels.keep_tokens, ones, none, empty)[1].equal(ones)
+    assert run(logits_kernels.put, ones, none, torch.empty(0), add=True)[1].equal(ones)
+    assert run(logits_kernels.put_only, ones, none, none)[1].equal(ones)
 
 
 def test_logits_that_do_not_lie_in_one_piece():
@@ -173,7 +173,7 @@ def test_logits_that_do_not_lie_in_one_piece():
     ]
     for name, *arguments in steps:
         wanted = getattr(Ops, name)(TORCH, expected, *arguments)
-        given = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
-        result = getattr(ops, name)(logits, *given)
+        on_device = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
+        result = getattr(ops, name)(logits, *on_device)
         assert_equal(logits.cpu().contiguous(), expected)
     assert torch.equal(result.cpu(), wanted)

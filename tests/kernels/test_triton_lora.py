@@ -1,4 +1,4 @@
-"""Low-rank adapters in Triton give what `Ops.add_lora` gives, whichever rows have one."""
+"""Low-rank adapters in Triton equal `Ops.add_lora`, for any rows with one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
     scales = torch.rand(count, generator=generator).to(DEVICE)
     adapters = torch.randint(-1, count + 1, (rows,), generator=generator).to(DEVICE)
     arguments = x, a, b, adapters, scales
-    kept = [argument.clone() for argument in arguments]
+    copies = [argument.clone() for argument in arguments]
 
     result, expected = wide.clone(), wide.cpu().clone()
     lora.add_lora(result[:, 1 : 1 + columns], *arguments)
@@ -50,7 +50,7 @@ def test_any_rows(rows, depth, columns, count, rank, dtype, seed):
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=limit)
     is_none = (adapters < 0) | (adapters >= count)
     assert torch.equal(result[is_none], wide[is_none])
-    for argument, before in zip(arguments, kept, strict=True):
+    for argument, before in zip(arguments, copies, strict=True):
         assert torch.equal(argument, before)
 
 

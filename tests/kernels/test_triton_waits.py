@@ -1,4 +1,4 @@
-"""Triton's kernels and what launches them have no call that makes the host wait for the device.
+"""Triton's kernels and their launchers have no call that makes the host wait for the device.
 
 Their tests run on the CPU, where nothing waits; so the sources are read. What is found: calls whose
 names show that they wait, values of the host that are made on a device, tensors moved to a device
@@ -50,7 +50,7 @@ SOURCES = sorted(
 
 
 def waits(source: str) -> Iterator[str]:
-    """Yield what makes the host wait in a source, but for functions that run rarely."""
+    """Yield the waits of the host in a source, but for functions that run rarely."""
     for node in ast.parse(source).body:
         yield from _waits(node)
 
@@ -75,8 +75,8 @@ def _waits(node: ast.AST) -> Iterator[str]:
 
 def _moves(call: ast.Call) -> bool:
     """Return whether a call moves a tensor to a device and waits."""
-    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
-    named = " ".join(ast.unparse(value) for value in given)
+    values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
+    named = " ".join(ast.unparse(value) for value in values)
     is_queued = any(keyword.arg == "non_blocking" for keyword in call.keywords)
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     to_device = name == "cuda" or (name == "to" and ("device" in named or "cuda" in named))

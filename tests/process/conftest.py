@@ -14,7 +14,7 @@ from hardpoint.testing import write_scripted_model
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A scripted checkpoint whose context is long enough for requests that must not end."""
+    """A scripted checkpoint with a context long enough for requests that must not end."""
     return write_scripted_model(tmp_path_factory.mktemp("endless"), max_position_embeddings=1 << 15)
 
 

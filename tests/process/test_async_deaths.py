@@ -85,7 +85,7 @@ class Streams:
             await asyncio.sleep(0.01)
 
     async def errors(self) -> list[BaseException | None]:
-        """Wait for all; return what was raised."""
+        """Wait for all; return their errors."""
         return list(await asyncio.gather(*self.tasks, return_exceptions=True))
 
 
@@ -162,7 +162,7 @@ async def test_calls_in_flight_are_notified_too(endless, tmp_path):
 
 @pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.nightly)])
 async def test_a_dead_engine_is_started_again(scripted, tmp_path, deaths):
-    """Weights, policy and everything else are there again; what was in flight has failed."""
+    """Weights, policy and everything else are there again; in-flight requests have failed."""
     gate = tmp_path / "closed"
     settings = gated(gate) | {"engine": {"resume": "off"}}
     async with opened(scripted, settings, restart="on_failure") as llm:
@@ -230,14 +230,14 @@ async def test_an_engine_killed_while_it_starts_again_is_started_once_more(scrip
 
 async def newborn(others: list[psutil.Process]) -> int:
     """Wait for a child process that is none of the others."""
-    found = []
+    pids = []
 
     def look():
-        found[:] = [one.pid for one in psutil.Process().children() if one not in others]
-        return found
+        pids[:] = [child.pid for child in psutil.Process().children() if child not in others]
+        return pids
 
     await until(look, "another engine process")
-    return found[0]
+    return pids[0]
 
 
 async def test_sigterm_drains_the_streams(endless, tmp_path):

@@ -40,7 +40,7 @@ def expected(client) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def lives(client, expected):
-    """After every test the engine does what it did before, and holds nothing."""
+    """After every test the engine works as before, and holds nothing."""
     yield
     assert client.process.returncode is None
     client.add("after")
@@ -84,7 +84,7 @@ def test_truncated_and_mutated_requests(client):
 
 
 def settle(client) -> None:
-    """Wait until what was sent has run; requests under mutated ids are few tokens long."""
+    """Wait until all messages have run; requests under mutated ids are few tokens long."""
     until = time.monotonic() + 60
     while True:
         stats = client.call("scheduler_stats").result.value

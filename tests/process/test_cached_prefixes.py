@@ -14,7 +14,7 @@ TEXT = "a prompt of a few blocks, which another one may begin with"
 
 
 class MostCached(LoadBalancer):
-    """Takes the engine that has most of the prompt, else the first; notes what it saw."""
+    """Takes the engine that has most of the prompt, else the first; notes its view."""
 
     contract = 1
     uses_cached_prefixes = True

@@ -279,7 +279,7 @@ USED = pytest.mark.usefixtures("used")
 
 @pytest.fixture(scope="module")
 def used(endless):
-    """Use an engine once: what is made once per program is not counted."""
+    """Use an engine once: objects made once per program are not counted."""
     open_and_close(endless)
 
 

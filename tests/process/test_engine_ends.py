@@ -36,7 +36,7 @@ LABELLED = r"\[EngineCore 0, pid {pid}\] (.*)"
 
 @pytest.fixture
 def engine(endless, tmp_path):
-    """Start engines whose policy writes `closed` when it is closed; see `RawClient`."""
+    """Start engines with a policy that writes `closed` when it is closed; see `RawClient`."""
     clients = []
 
     def start(*, engine=None, plugins=None, seconds=0.0, **options):
@@ -202,7 +202,7 @@ def test_a_signal_that_interrupts_nothing_is_received(engine):
 
 
 def threads_of(pid: int) -> list[int]:
-    """The threads of a process that take SIGTERM; those of ZMQ do not."""
+    """The threads of a process that take SIGTERM; threads of ZMQ do not."""
     taking = []
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         if not in_mask("SigBlk", status, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""An engine process reports its load and what it has cached to a client that asks for it."""
+"""An engine process reports its load and its cached blocks to a client that asks for it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SIZE = 8
 TEXT = "a prompt of a few blocks, which another one may begin with"
 
 
-def open_reporting(monkeypatch, folder, tables=None, **asked):
-    """Open an engine whose launch asks for reports; return it and the outputs that come."""
+def open_reporting(monkeypatch, folder, tables=None, **reports):
+    """Open an engine with a launch that asks for reports; return it and its outputs."""
     came, launch, put = [], EngineProcess.launch, OutputQueue.put
 
     def launched(process, message):
-        launch(process, msgspec.structs.replace(message, **asked))
+        launch(process, msgspec.structs.replace(message, **reports))
 
     def received(outputs, item):
         if isinstance(item, EngineCoreOutputs):
@@ -81,10 +81,13 @@ def test_what_ran_is_found_until_the_cache_is_reset(opened):
     assert index.cached_prefix_tokens(salted) == {0: whole}
     assert index.cached_prefix_tokens(request(ids, cache_salt="other")) == {}
     (longer,) = llm.generate({"prompt_token_ids": [*ids[:-1], *ids]}, GREEDY)
-    found = index.cached_prefix_tokens(request(longer.prompt_token_ids))
-    assert found == {0: longer.num_cached_tokens} == {0: whole}
+    cached = index.cached_prefix_tokens(request(longer.prompt_token_ids))
+    assert cached == {0: longer.num_cached_tokens} == {0: whole}
 
-    restored, last = PrefixIndex(SIZE), [one.cache_changes for one in came if one.cache_changes][-1]
+    restored, last = (
+        PrefixIndex(SIZE),
+        [outputs.cache_changes for outputs in came if outputs.cache_changes][-1],
+    )
     assert not restored.apply(0, last)
     assert restored.cached_prefix_tokens(salted) == {}
     assert restored.restore(0, client_of(llm).call_utility("cached_blocks"))

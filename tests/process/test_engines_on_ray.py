@@ -44,11 +44,11 @@ def _nothing_left(nodes):
 
 def actors():
     """The process ids of actors that have our engines, of any cluster."""
-    found = []
+    pids = []
     for process in psutil.process_iter(["cmdline"]):
         if (process.info["cmdline"] or [""])[0].startswith("ray::EngineActor"):
-            found.append(process.pid)
-    return found
+            pids.append(process.pid)
+    return pids
 
 
 def config_of(scripted, parallel=None, **engine):
@@ -78,7 +78,9 @@ def node_of(llm, rank):
     """The IP address of the Ray node that an engine runs on."""
     option = "--node_ip_address="
     arguments = parent(llm, rank).parent().cmdline()  # of the node's raylet
-    return next(one.removeprefix(option) for one in arguments if one.startswith(option))
+    return next(
+        argument.removeprefix(option) for argument in arguments if argument.startswith(option)
+    )
 
 
 @pytest.fixture
@@ -96,18 +98,18 @@ def test_engines_on_two_nodes_give_the_tokens_of_one(scripted, expected):
         assert {node_of(llm, 0), node_of(llm, 1)} == {HEAD, SECOND}
         assert results(llm) == expected
         assert [engine.state for engine in llm.engines.load().engines] == ["serving"] * 2
-        pids = [one.pid for one in llm.engines]
+        pids = [handle.pid for handle in llm.engines]
     wait_until(lambda: not any(map(alive, pids)), what="the engines to end")
 
 
 def test_an_engine_or_an_actor_that_is_killed_is_replaced(scripted, expected, while_running):
     with on_ray(scripted) as llm:
-        first, second = (one.pid for one in llm.engines)
-        found = while_running(llm, 1, lambda: os.kill(second, signal.SIGKILL))
-        assert found == expected
+        first, second = (engine.pid for engine in llm.engines)
+        outputs = while_running(llm, 1, lambda: os.kill(second, signal.SIGKILL))
+        assert outputs == expected
         back(llm, before=second)
-        found = while_running(llm, 0, lambda: parent(llm, 0).kill())
-        assert found == expected
+        outputs = while_running(llm, 0, lambda: parent(llm, 0).kill())
+        assert outputs == expected
         back(llm, 0, first)
         assert results(llm) == expected
 
@@ -144,18 +146,18 @@ def test_an_engine_of_a_killed_node_goes_to_another_one(scripted, expected, node
 
 def test_engines_come_and_go_under_load(scripted, expected, while_running):
     with on_ray(scripted, {"data": 1}) as llm:
-        found = while_running(llm, 0, lambda: llm.engines.scale(2))
-        assert found == expected
+        outputs = while_running(llm, 0, lambda: llm.engines.scale(2))
+        assert outputs == expected
         assert {node_of(llm, 0), node_of(llm, 1)} == {HEAD, SECOND}
         gone = llm.engines[1].pid
-        found = while_running(llm, 1, lambda: llm.engines.scale(1, drain_seconds=0.1))
-        assert found == expected
-        assert [one.rank for one in llm.engines] == [0]
+        outputs = while_running(llm, 1, lambda: llm.engines.scale(1, drain_seconds=0.1))
+        assert outputs == expected
+        assert [engine.rank for engine in llm.engines] == [0]
         wait_until(lambda: not alive(gone), what="the engine to end")
         wait_until(lambda: len(actors()) == 1, what="its actor to end")
         with pytest.raises(HardpointError, match=r"parallel.ray: 9 engines need 9 CPU .* has 8"):
             llm.engines.scale(9)
-        assert [one.rank for one in llm.engines] == [0]
+        assert [engine.rank for engine in llm.engines] == [0]
         assert results(llm) == expected
 
 
@@ -235,15 +237,15 @@ def test_what_a_node_lacks_is_named(scripted, tmp_path):
         shutil.rmtree(copied)
         with pytest.raises(HardpointError, match=r"engine 1 of 2: Ray node 127.0.0.\d .*model"):
             llm.engines.scale(2)
-        assert [one.rank for one in llm.engines] == [0]
+        assert [engine.rank for engine in llm.engines] == [0]
 
 
 def test_the_example_completes_with_two_engines_with_three_and_with_one(scripted, capsys):
     path = ROOT / "examples" / "engines_on_ray.py"
     example = runpy.run_path(str(path))
     config = scripted_config(scripted)
-    found = example["main"](config.pop("model"), ["say abc"], **config)
-    assert [outputs[0].outputs[0].text for outputs in found] == [" abc abc abc"] * 3
+    runs = example["main"](config.pop("model"), ["say abc"], **config)
+    assert [outputs[0].outputs[0].text for outputs in runs] == [" abc abc abc"] * 3
     assert capsys.readouterr().out == (
         "engines: 0, 1, 2\nengines: 0\n'say abc' -> ' abc abc abc'\n"
     )

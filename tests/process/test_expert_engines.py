@@ -55,7 +55,7 @@ def over_engines(mixture, **parallel):
 
 
 def check(llm, expected, num_preempted=0):
-    """The mixed requests, some of which are preempted, next to one that leaves."""
+    """The mixed requests, with some preempted, next to one that leaves."""
     engine, jobs = engine_of(llm), mixed_jobs()
     engine.call_utility("pause", "keep")  # so that all of them are there at the first step
     for job in [*jobs[:6], ("leaves", [1, 2, 3] * 9, GREEDY), *jobs[6:]]:
@@ -74,10 +74,10 @@ def test_two_engines_with_half_of_the_experts_give_the_tokens_of_one(mixture):
     prompts = [{"prompt_token_ids": [3, 5, 7, number]} for number in range(5)]
     with LLM(config=over_engines(mixture)) as llm:
         check(llm, mixture[1])
-        together = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]
+        together = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
         for rank in (0, 1):  # the other one has no request
             alone = llm.generate(prompts, GREEDY, data_parallel_rank=rank)
-            assert [one.outputs[0].token_ids for one in alone] == together
+            assert [output.outputs[0].token_ids for output in alone] == together
         lookups = [engine.scheduler_stats().prefix_cache.requests for engine in llm.engines]
         assert min(lookups) > 5
 
@@ -221,14 +221,14 @@ def test_the_number_changes_while_requests_run(mixture):
 
 def new_process(before):
     """Wait for a process that is started in a change of engines."""
-    found = []
+    pids = []
 
     def is_there():
-        found[:] = [c.pid for c in psutil.Process().children() if c.pid not in before]
-        return found
+        pids[:] = [c.pid for c in psutil.Process().children() if c.pid not in before]
+        return pids
 
     wait_until(is_there, PATIENCE_S, "a process")
-    return found[0]
+    return pids[0]
 
 
 @pytest.mark.nightly

@@ -66,8 +66,8 @@ def test_an_engine_that_is_idle_or_works_does_not_hang(opened, endless):
     llm = opened(endless, SLOW | {"engine": engine})
     pid = pid_of(llm)
     slow = {"slow": {"seconds": 0.5}}
-    asked = SamplingParams(max_tokens=8, ignore_eos=True, plugin_args=slow)
-    assert llm.generate("x", asked)[0].outputs[0].finish_reason == "length"
+    params = SamplingParams(max_tokens=8, ignore_eos=True, plugin_args=slow)
+    assert llm.generate("x", params)[0].outputs[0].finish_reason == "length"
     assert alive(pid)
 
 

@@ -37,7 +37,7 @@ def head(scripted, address, settings=None, **parallel) -> LLM:
 
 @pytest.fixture
 def engine(tmp_path, scripted):
-    """Start `hardpoint engine` with a configuration like that of heads."""
+    """Start `hardpoint engine` with a configuration like the heads'."""
     engines = []
 
     def start(address, *more, config=None) -> JoiningEngine:
@@ -46,8 +46,8 @@ def engine(tmp_path, scripted):
         return engines[-1]
 
     yield start
-    for one in engines:
-        one.close()
+    for running in engines:
+        running.close()
 
 
 def results(llm, resumes=None, slow=None, **more) -> list:

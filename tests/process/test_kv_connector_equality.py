@@ -57,12 +57,12 @@ def folder(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def hostile(path: Path, share: float = 0.05, ways: list[str] = WAYS) -> dict[str, Any]:
-    """Return the configuration of a store that lies, in front of one that does not."""
+    """Return the configuration of a store that lies, in front of an honest one."""
     store = {"use": f"{STORES}:HostileStore", "name": "hostile"}
-    given = {"path": str(path), "ways": ways, "share": share}
+    settings = {"path": str(path), "ways": ways, "share": share}
     timeout_s = 0.2 if "nonsense" in ways else 20.0  # nonsense is not answered
     options = {"timeout_seconds": timeout_s, "breaker_seconds": 0.1}
-    return stored(store, options=options, hostile=given)
+    return stored(store, options=options, hostile=settings)
 
 
 def tiers_of(llm: LLM) -> dict[str, KVTierStats]:
@@ -99,7 +99,7 @@ def opened(scripted: Path, *extra: dict[str, Any]) -> Iterator[LLM]:
 
 
 def check_rounds(llm: LLM, expected: dict[str, list], rounds: int = 2) -> None:
-    """Compare rounds, each of which finds nothing in the KV cache."""
+    """Compare rounds; each finds nothing in the KV cache."""
     engine, jobs = engine_of(llm), jobs_with_stops()
     for _ in range(rounds):
         assert run(engine, jobs, per_step=2) == expected
@@ -131,7 +131,7 @@ def durable(name: str, path: Path) -> dict[str, Any]:
     if name == "chain":
         return stored("chain", chain={"stores": ["memory", "disk"], "write": "behind"}, **tables)
     names = name.split(" and ")
-    return stored(*names, **{one: tables[one] for one in names})
+    return stored(*names, **{store: tables[store] for store in names})
 
 
 DURABLE = ["folder", "disk", "memory and disk", "chain"]
@@ -158,8 +158,8 @@ def test_after_a_restart(scripted, expected, tmp_path, store):
 def test_llama_after_a_restart(llama, tmp_path, store, ranks):
     config, expected = llama
     for _ in range(2):
-        kept = durable(store, tmp_path / "blocks")
-        with open_llm(parallel_config(*RANKS[ranks], **config, **kept)) as llm:
+        tables = durable(store, tmp_path / "blocks")
+        with open_llm(parallel_config(*RANKS[ranks], **config, **tables)) as llm:
             check_llama(llm, expected, rounds=1)
             loaded = sum(tier.loaded_blocks for tier in tiers_of(llm).values())
             assert not llm.plugins.health().fallbacks
@@ -184,7 +184,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("choice", nightly_but(SHORT, CHOICES))
 def test_every_choice(scripted, expected, choice):
-    """Two stores, of which the nearest evicts most of what it gets."""
+    """Two stores; the nearest evicts most of its blocks."""
     options, settings = CHOICES[choice]
     near = {"use": "memory", "name": "near"}
     stores = stored(near, "memory", options=options, near={"size_bytes": 4000})
@@ -225,7 +225,7 @@ RANKS = {"one rank": (1, 1), "tensor 2": (2, 1), "pipeline 2": (1, 2), "2 x 2": 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Return the configuration of a small Llama, and what it gives without stores."""
+    """Return the configuration of a small Llama, and its results without stores."""
     path = tmp_path_factory.mktemp("random") / "llama"
     write_random_model(path, "LlamaForCausalLM", num_hidden_layers=4)
     config = {"model": str(path), "load": {"use": "dummy"}}
@@ -275,10 +275,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def slow(path: Path, seconds: float, **options: Any) -> dict[str, Any]:
-    """Return the configuration of a store each of whose calls takes so long."""
+    """Return the configuration of a store with calls of this duration."""
     store = {"use": f"{STORES}:HostileStore", "name": "slow"}
-    given = {"path": str(path), "ways": ["slow"], "share": 1.0, "slow_seconds": seconds}
-    return stored(store, options=options, slow=given)
+    settings = {"path": str(path), "ways": ["slow"], "share": 1.0, "slow_seconds": seconds}
+    return stored(store, options=options, slow=settings)
 
 
 def test_what_several_requests_need_is_loaded_once(scripted, tmp_path):

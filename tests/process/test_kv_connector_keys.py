@@ -1,4 +1,4 @@
-"""Blocks are found again by what their bytes depend on, and by nothing else."""
+"""Blocks are found again by the inputs of their bytes, and by nothing else."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ SHORT = {
     [pytest.param(name, marks=[] if name in SHORT else pytest.mark.nightly) for name in CHANGES],
 )
 def test_one_thing_is_different(model, blocks, tmp_path, change):
-    """No block is found; what is stored then is found by an engine with the same change only."""
+    """No block is found; later blocks are found by an engine with the same change only."""
     path, expected = blocks
     copy = shutil.copytree(path, tmp_path / "copy")
     settings = CHANGES[change]
-    found, tokens = generate(model, copy, **settings)
-    assert found == 0
-    found, again = generate(model, copy, **settings)
-    assert found >= HITS - 8
+    num_cached, tokens = generate(model, copy, **settings)
+    assert num_cached == 0
+    num_cached, again = generate(model, copy, **settings)
+    assert num_cached >= HITS - 8
     assert again == tokens
     assert generate(model, copy) == (HITS, expected)
 
@@ -91,8 +91,8 @@ def test_one_thing_is_different(model, blocks, tmp_path, change):
 def test_codes_of_as_many_bytes_are_not_taken_for_others(model, tmp_path):
     for cache_dtype in ("int8", "fp8"):
         settings = {"kv_cache": {"dtype": cache_dtype}}
-        found, tokens = generate(model, tmp_path / "blocks", **settings)
-        assert found == 0
+        num_cached, tokens = generate(model, tmp_path / "blocks", **settings)
+        assert num_cached == 0
         assert generate(model, tmp_path / "blocks", **settings) == (HITS, tokens)
 
 
@@ -146,12 +146,12 @@ def test_the_factors_of_longrope_are_part_of_the_key(tmp_path):
     rope = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
     fields = {"rope_scaling": rope, "original_max_position_embeddings": 100, "head_dim": 32}
     path = write_random_model(tmp_path / "phi", "Phi3ForCausalLM", num_hidden_layers=2, **fields)
-    found = [generate(path, tmp_path / "b", max_model_len=n)[0] for n in (100, 90, 101, 120)]
-    assert found == [0, HITS, 0, HITS]
+    num_cached = [generate(path, tmp_path / "b", max_model_len=n)[0] for n in (100, 90, 101, 120)]
+    assert num_cached == [0, HITS, 0, HITS]
 
 
 def write_weights(model: Path, folder: Path, number: float) -> None:
-    """Copy a model, with random weights, one number of which is given."""
+    """Copy a model, with random weights and one stated number."""
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     hidden, middle = config["hidden_size"], config["intermediate_size"]
@@ -184,14 +184,14 @@ def write_weights(model: Path, folder: Path, number: float) -> None:
 
 
 def test_the_weights_are_different(model, tmp_path):
-    """Files of the same name, size and time, whose content differs in one number."""
+    """Files of the same name, size and time, with one different number."""
     files = {"load": {"use": "safetensors"}}
     folder, other = tmp_path / "model", tmp_path / "elsewhere" / "model"
     write_weights(model, folder, 0.0)
     write_weights(model, other, 0.5)
     blocks = tmp_path / "blocks"
-    found, tokens = generate(folder, blocks, **files)
-    assert found == 0
+    num_cached, tokens = generate(folder, blocks, **files)
+    assert num_cached == 0
     assert generate(folder, blocks, **files) == (HITS, tokens)
     assert generate(other, blocks, **files)[0] == 0
     shutil.copytree(folder, other, dirs_exist_ok=True)

@@ -54,7 +54,7 @@ class Changing:
         self.was["mark"] = [None]
 
     def next(self):
-        """Return the arguments of the next call of `set_plugins`, and what it makes of them."""
+        """Return the arguments of the next call of `set_plugins`, and its result."""
         name = self._random.choice(NAMES[:3])
         delta = self._random.randrange(40)
         after = dict(self.on)
@@ -82,13 +82,13 @@ class Changing:
         return change | {"config": {path: config[path] for path in chosen}}, after
 
     def about_to_be(self, after):
-        """Note what the processors may be from now on."""
+        """Note the possible processors from now on."""
         for name in self.was:
             if name in after or name == "mark":
                 self.was[name].append(after.get(name))
 
     def done(self, after):
-        """Note what they are."""
+        """Note the present processors."""
         self.on = after
         self.num_changes += 1
 
@@ -97,7 +97,7 @@ class Changing:
         return len(self.was.get(name, ()))
 
     def check(self, name, step, tokens, first, last, plain):
-        """Check that all tokens of a request are those of one state of its processor.
+        """Check that all tokens of a request come from one state of its processor.
 
         Args:
             first, last: `count` before it was sent, and once it was admitted.
@@ -136,9 +136,9 @@ def params_of(name, step):
     )
 
 
-def config_of(folder, extra=None, own=True):
+def config_of(folder, extra=None, has_process=True):
     tables = TIGHT | {"plugins": {"enable": [PICK, ROWS]}} | (extra or {})
-    return process_config(folder, tables) if own else scripted_config(folder, tables)
+    return process_config(folder, tables) if has_process else scripted_config(folder, tables)
 
 
 async def stream(llm, changing, index, ended, expected):
@@ -206,12 +206,12 @@ async def last(llm, prompt, params):
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_changes", CHANGES)
 def test_random_changes_in_this_process(scripted, num_changes):
-    with LLM(config=config_of(scripted, own=False)) as llm:
+    with LLM(config=config_of(scripted, has_process=False)) as llm:
         changing = Changing(num_changes + 1)
         failures = []
         ended = threading.Event()
         prompts = [f"{index} is" for index in range(NUM_STREAMS)]
-        expected = [one.outputs[0].token_ids for one in llm.generate(prompts, PLAIN)]
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, PLAIN)]
 
         def change_all():
             try:
@@ -244,8 +244,8 @@ def test_random_changes_in_this_process(scripted, num_changes):
                 continue
             rounds += 1
             for index, (name, output) in enumerate(zip(names, outputs, strict=True)):
-                used, found = "mark" if tags else name, output.outputs[0].token_ids
-                changing.check_or_plain(used, index % 7, found, first, expected[index])
+                used, token_ids = "mark" if tags else name, output.outputs[0].token_ids
+                changing.check_or_plain(used, index % 7, token_ids, first, expected[index])
         thread.join()
         assert not failures, failures
         assert llm.plugins.manifest.generation == num_changes + 1
@@ -282,8 +282,8 @@ async def test_a_change_that_a_process_cannot_prepare_or_commit_is_undone(script
         assert llm.engines.settings() == before
         expected = [token_of(0, 1, at) for at in range(TOKENS)]
         assert await running == expected
-        found = await asyncio.gather(*[last(llm, "a", params_of("pick", 1)) for _ in range(4)])
-        assert found == [expected] * 4
+        outputs = await asyncio.gather(*[last(llm, "a", params_of("pick", 1)) for _ in range(4)])
+        assert outputs == [expected] * 4
         await llm.plugins.change(options={"pick": {"delta": 3}})
         assert await last(llm, "a", params_of("pick", 1)) == [
             token_of(3, 1, at) for at in range(TOKENS)

@@ -189,7 +189,7 @@ REFUSED = (
     }
     | {
         (("model", "with windows"), ("stores", "memory")): (
-            r"kv_connector.use: 'stores' moves blocks .* release those which a sliding window"
+            r"kv_connector.use: 'stores' moves blocks .* release blocks outside of a sliding window"
         )
     }
     | {
@@ -235,7 +235,7 @@ REFUSED = (
     | {(("turns", "two"), ("completions", "three")): "n: expected 1 in a conversation"}
     | {
         (("processor", "that observes"), ("fork", "half way")): (
-            "resumed.observed_logprobs: expected that of each token, which logits processor 'obs"
+            "resumed.observed_logprobs: expected one per output token, for logits processor 'obs"
         )
     }
     | {
@@ -284,8 +284,8 @@ def is_embedded_in_stages(row: Mapping[str, str]) -> bool:
 @functools.cache
 def matrix() -> list[dict[str, str]]:
     """Return rows that cover each allowed pair of levels."""
-    found = AllPairs([list(names) for names in ALL.values()], filter_func=is_allowed)
-    rows = [dict(zip(ALL, row, strict=True)) for row in found]
+    pairs = AllPairs([list(names) for names in ALL.values()], filter_func=is_allowed)
+    rows = [dict(zip(ALL, row, strict=True)) for row in pairs]
     # Where pairs are refused, the library leaves out some of the others.
     while missing := sorted(allowed_pairs().difference(*map(pairs_of, rows))):
         row: dict[str, str] = {}
@@ -325,12 +325,12 @@ def pairs_of(row: Mapping[str, str]) -> set[tuple[tuple[str, str], tuple[str, st
 
 def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return tables of tables as one; of two values, the later counts."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for table in tables:
         for key, value in table.items():
-            old = found.get(key)
-            found[key] = merged(old, value) if isinstance(old, dict) else value
-    return found
+            old = result.get(key)
+            result[key] = merged(old, value) if isinstance(old, dict) else value
+    return result
 
 
 BASE = {
@@ -356,8 +356,8 @@ def requests_of(row: Mapping[str, str], number: int) -> list[Job]:
     generator = random.Random(number)
 
     def drawn(longest: int) -> list[int]:
-        found = [generator.randrange(256) for _ in range(generator.randint(3, longest))]
-        return [*found, THINK] if row["thinking"] != "none" else found
+        token_ids = [generator.randrange(256) for _ in range(generator.randint(3, longest))]
+        return [*token_ids, THINK] if row["thinking"] != "none" else token_ids
 
     prompt: Any = drawn(40)
     if row["turns"] == "two":
@@ -410,9 +410,9 @@ class Models:
         seeing = folder / "images"
         seeing.mkdir()
         (seeing / "config.json").write_text(json.dumps(image_config()))
-        for own in (real, windowed, seeing):
+        for model_folder in (real, windowed, seeing):
             for name in ("tokenizer.json", "tokenizer_config.json"):
-                (own / name).write_bytes((scripted / name).read_bytes())
+                (model_folder / name).write_bytes((scripted / name).read_bytes())
         self.folders = dict.fromkeys(ENGINE["model"], real)
         self.folders |= dict.fromkeys(SCRIPTED, scripted)
         self.folders |= {"with windows": windowed, "of images": seeing}
@@ -427,8 +427,8 @@ class Models:
 
     def config(self, row: Mapping[str, str], extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return the configuration of an engine of a row's model and cache."""
-        own = merged(*(ENGINE[feature][row[feature]] for feature in ("model", "cache")))
-        tree = scripted_config(self.folders[row["model"]], merged(own, extra))
+        tables = merged(*(ENGINE[feature][row[feature]] for feature in ("model", "cache")))
+        tree = scripted_config(self.folders[row["model"]], merged(tables, extra))
         if row["model"] == "with states":
             tree["plugins"]["enable"][0] = {"use": HYBRID, "name": "ScriptedForCausalLM"}
         return tree
@@ -437,16 +437,16 @@ class Models:
         """Return the requests with embeddings in place of ids, or images, where a row has some."""
         if row["prompt"] == "of ids":
             return jobs
-        found = []
+        prepared = []
         for request_id, prompt, params in jobs:
             if not request_id.startswith("s"):
-                found.append((request_id, prompt, params))
+                prepared.append((request_id, prompt, params))
             elif row["turns"] == "two":
                 parts = [self._given(row, request_id, part) for part in prompt]
-                found.append((request_id, parts, params))
+                prepared.append((request_id, parts, params))
             else:
-                found.append((request_id, self._given(row, request_id, prompt), params))
-        return found
+                prepared.append((request_id, self._given(row, request_id, prompt), params))
+        return prepared
 
     def _given(self, row: Mapping[str, str], request_id: str, prompt: list[int]) -> Any:
         """Return a prompt of embeddings, or with the image of a request: every second has another.
@@ -470,20 +470,20 @@ class Models:
 
         Turns are requests there, with all tokens before them as their prompt.
         """
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for request_id, prompt, params in jobs:
             if not (request_id.startswith("s") and row["turns"] == "two"):
-                found[request_id] = self._alone(row, (request_id, prompt, params))
+                results[request_id] = self._alone(row, (request_id, prompt, params))
                 continue
-            found[request_id], before = [], []
+            results[request_id], before = [], []
             for part in prompt:
                 before += part
                 result = self._alone(row, (request_id, list(before), params))
-                found[request_id].append(result)
+                results[request_id].append(result)
                 _, tokens, _, reason, *_ = result.outputs[0]
                 if reason != "error":  # a turn that fails is undone
                     before += tokens
-        return found
+        return results
 
     def _alone(self, row: Mapping[str, str], job: Job) -> Result:
         extras = extras_of(row | {"priority": "of all"}, job[0], self.poet)
@@ -492,17 +492,17 @@ class Models:
             (row["model"], row["cache"], form if job[0].startswith("s") else "", job[1:], extras)
         )
         if key not in self.results:
-            given = self.given(row | {"turns": "one"}, [job])
-            (self.results[key],) = drive(self._plain(row), given, {job[0]: extras}).values()
+            jobs = self.given(row | {"turns": "one"}, [job])
+            (self.results[key],) = drive(self._plain(row), jobs, {job[0]: extras}).values()
         return self.results[key]
 
     def forked(self, row: Mapping[str, str], jobs: list[Job], fork: Job) -> Result:
         """Return the result of a fork that runs alone in a plain engine, after its source."""
         (source,) = (job for job in jobs if job[0] == fork[1].source)
         extras = extras_of(row | {"priority": "of all"}, source[0], self.poet)
-        given = self.given(row, [source])
+        jobs_before = self.given(row, [source])
         driver = Driver(self._plain(row), {source[0]: extras, fork[0]: NO_EXTRAS})
-        asyncio.run(driver.run(given, "nothing"))
+        asyncio.run(driver.run(jobs_before, "nothing"))
         return asyncio.run(driver.run([fork], "nothing"))[fork[0]]
 
     def adapters(self) -> dict[str, Any]:
@@ -604,7 +604,7 @@ class Driver:
         self._opened = OpenConversations(ConversationsConfig(), 128, ScriptedClock())
 
     async def run(self, waiting: list[Job], in_between: str) -> dict[str, Any]:
-        """Return the results of all requests; of conversations, those of each turn."""
+        """Return the results of all requests; of conversations, the results of each turn."""
         engine, steps = self._engine, 0
         while waiting or self._talks or engine.has_unfinished_requests():
             for job in waiting[:2]:
@@ -681,8 +681,8 @@ def is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], list | dict)
 
 
-def interfere(engine: Any, what: str, step: int) -> None:
-    match what:
+def interfere(engine: Any, action: str, step: int) -> None:
+    match action:
         case "reset":
             engine.call_utility("reset_prefix_cache")
         case "pause":
@@ -730,8 +730,11 @@ def result_of(output: RequestOutput) -> Result:
     ]
     read = [(c.part_arrays or {}).get("activation_taps", {}) for c in output.outputs]
     arrays = [
-        {name: (array.positions.tolist(), array.values.tobytes()) for name, array in own.items()}
-        for own in read
+        {
+            name: (array.positions.tolist(), array.values.tobytes())
+            for name, array in part_arrays.items()
+        }
+        for part_arrays in read
     ]
     return Result(summary(output), prompt, parts, list(output.prompt_token_ids), arrays)
 
@@ -752,7 +755,7 @@ def told(jobs: list[Job], expected: Mapping[str, Any]) -> Iterator[list[list[int
 def config_of(
     row: Mapping[str, str], jobs: list[Job], expected: Mapping[str, Any], models: Models
 ) -> dict:
-    """Return the configuration of a row; scripted drafts are what the requests came to alone."""
+    """Return the configuration of a row; scripted drafts are the requests' results alone."""
     enabled = [*PROCESSORS, OF_THE_BATCH] if row["processor"] == "of the batch" else PROCESSORS
     if row["taps"] != "none":
         enabled = [*enabled, *TAPS["enable"]]
@@ -808,13 +811,13 @@ def check(models: Models, row: Mapping[str, str], number: int) -> None:
         fork = fork_of(jobs, expected)
         expected[fork[0]] = models.forked(row, jobs, fork)
         if row["draws"] == "greedy":  # it goes on as its source has
-            own, source = (expected[name].outputs[0][1] for name in (fork[0], "s0"))
-            assert own == source, row
+            fork_tokens, source = (expected[name].outputs[0][1] for name in (fork[0], "s0"))
+            assert fork_tokens == source, row
         jobs = [*jobs, fork]
     extras = {job[0]: extras_of(row, job[0], models.poet) for job in jobs}
     with LLM(config=config_of(row, jobs, expected, models)) as llm:
-        found = drive(engine_of(llm), models.given(row, jobs), extras, row["in between"])
-    wrong = [name for name in expected if found.get(name) != expected[name]]
+        results = drive(engine_of(llm), models.given(row, jobs), extras, row["in between"])
+    wrong = [name for name in expected if results.get(name) != expected[name]]
     assert not wrong, f"{wrong} differ in row {number}: {row}"
 
 
@@ -866,20 +869,20 @@ def test_the_levels_of_reasoning_and_tools_show_in_results(models, model):
 def test_a_fork_has_the_adapter_and_the_image_of_its_source(models, level):
     row = completed(dict([level, ("fork", "half way")]))
     check(models, row, 0)
-    own, others = (
+    result, others = (
         models.alone(other, requests_of(other, 0))["s0"] for other in (row, completed({}))
     )
-    assert own.outputs != others.outputs
+    assert result.outputs != others.outputs
 
 
 def test_the_image_of_a_prompt_shows_in_results(models):
     needs_kernels()
     row = completed({"prompt": "with an image", "logprobs": "of the output"})
-    found = models.alone(row, requests_of(row, 0))
-    assert found["s0"].prompt == found["s1"].prompt
-    assert found["s0"].prompt.count(IMAGE + 2) == 16
-    assert found["s0"] == found["s2"]
-    assert found["s0"].outputs != found["s1"].outputs
+    results = models.alone(row, requests_of(row, 0))
+    assert results["s0"].prompt == results["s1"].prompt
+    assert results["s0"].prompt.count(IMAGE + 2) == 16
+    assert results["s0"] == results["s2"]
+    assert results["s0"].outputs != results["s1"].outputs
 
 
 def test_turns_are_those_of_one_conversation(models):

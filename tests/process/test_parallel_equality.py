@@ -70,7 +70,7 @@ def references(tmp_path_factory):
 
 
 def in_company(engine, jobs):
-    """Run the jobs next to one that is aborted and one whose processor raises; return results."""
+    """Run the jobs next to an aborted one and a raising processor; return results."""
     company = [("leaves", [1, 2, 3] * 9, ENDLESS), ("breaks", [4, 5] * 6, BROKEN)]
     jobs = [*jobs[:6], *company, *jobs[6:]]
     if engine.parts.client.in_process:
@@ -86,7 +86,7 @@ def in_company(engine, jobs):
 
 
 def check(llm, expected):
-    """Two rounds, of which the second finds what the first has left in the prefix cache."""
+    """Two rounds; the second finds the first's blocks in the prefix cache."""
     engine, jobs = engine_of(llm), mixed_jobs()
     for _ in range(2):
         before = llm.engines.scheduler_stats()
@@ -146,12 +146,12 @@ def test_codes_of_keys_and_values(tmp_path, cache_dtype):
     settings = {"load": {"use": "dummy"}, "kv_cache": {"dtype": cache_dtype}}
     prompts = [[index * 7 % 250 for index in range(count)] for count in (60, 5, 33)]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    found = []
+    token_ids = []
     for tensor in (1, 2):
         with open_llm(parallel_config(tensor, model=str(model), **settings)) as llm:
             outputs = llm.generate(prompts, params)
-        found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[0] == found[1]
+        token_ids.append([output.outputs[0].token_ids for output in outputs])
+    assert token_ids[0] == token_ids[1]
 
 
 @pytest.mark.nightly
@@ -250,7 +250,7 @@ def test_interrupts_leave_the_ranks_in_step(references, ranks):
 
 @contextlib.contextmanager
 def interrupts():
-    """Let a function arm a timer, whose signal raises KeyboardInterrupt in a call of the executor.
+    """Let a function arm a timer with a signal that raises KeyboardInterrupt in the executor.
 
     Elsewhere it is put off: what an interrupt leaves of other parts has tests of its own.
     """

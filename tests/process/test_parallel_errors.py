@@ -72,10 +72,10 @@ def llama(tmp_path):
 
 
 def fails(config, kind, message):
-    with pytest.raises(kind, match=message) as found:
+    with pytest.raises(kind, match=message) as raised:
         LLM(config=config)
-    assert type(found.value) is kind
-    return str(found.value)
+    assert type(raised.value) is kind
+    return str(raised.value)
 
 
 def test_one_worker_cannot_be_several(llama):
@@ -194,7 +194,7 @@ def test_a_plugin_that_cannot_be_imported_in_a_worker(scripted, tmp_path, monkey
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [{"tensor": 2}, {"pipeline": 2}])
 def test_a_plugin_that_may_end_the_engine_ends_it_at_once(scripted, ranks):
-    """The ranks that wait for the one that samples do not hang."""
+    """The ranks that wait for the sampling rank do not hang."""
     plugins = {"enable": [f"{BROKEN}:BreaksLate"], "on_error": {"breaks_late": "engine"}}
     config = scripted_config(scripted, several(**ranks) | {"plugins": plugins})
     params = SamplingParams(max_tokens=9, ignore_eos=True, plugin_args={"breaks_late": {}})

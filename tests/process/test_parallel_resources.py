@@ -92,7 +92,7 @@ def test_ranks_with_other_groups_are_refused(scripted, monkeypatch):
         "parallel": {"pipeline": 2},
     }
     message = (
-        r"Uneven.*: its start\(\) gave workers whose KV cache groups have the windows "
+        r"Uneven.*: its start\(\) gave workers with KV cache groups of the windows "
         r"\(None, 64\) and \(None,\), expected the same in all ranks"
     )
     with pytest.raises(PluginFaultError, match=message):
@@ -123,8 +123,8 @@ def test_no_one_else_can_reach_a_port(folder, communicator):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with open_llm(config) as llm:
         llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))
-        found = psutil.Process().children(recursive=True)
-        processes = [child for child in found if child.pid not in before]
+        children = psutil.Process().children(recursive=True)
+        processes = [child for child in children if child.pid not in before]
         assert len(processes) >= 5  # the engine and four workers
         listening = [
             (process.pid, connection.laddr.ip)

@@ -58,7 +58,7 @@ def undisturbed(finals, without, guilty=("r6",)) -> None:
 )
 @pytest.mark.parametrize("using", ["one", "half", "all"])
 def test_31_of_32_are_as_without_it(engine, without, name, how, fragment, using):
-    """The plugin used by one, by half, by all, with one that fails."""
+    """The plugin used by one, by half, by all, with one failing request."""
     users = {"one": (), "half": range(0, 32, 2), "all": range(32)}[using]
     faults = engine.call_utility("plugin_meters")[name].faults
     finals = run_all(engine, jobs(using=users, guilty={6}, name=name, how=how))
@@ -181,7 +181,7 @@ def run_to_the_end(engine) -> None:
 
 
 def notes_of(error: BaseException | None) -> list[str]:
-    """The notes of an error and of what caused it."""
+    """The notes of an error and of its cause."""
     notes = []
     while error is not None:
         notes += getattr(error, "__notes__", [])

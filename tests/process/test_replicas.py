@@ -184,24 +184,24 @@ async def test_streams_go_on_where_they_were(scripted, tmp_path):
         return [asyncio.Event() for _ in range(6)]
 
     def all_of(llm, params, begun) -> asyncio.Future[list[str]]:
-        return asyncio.gather(*(pieces(llm, *one) for one in zip(params, begun, strict=True)))
+        return asyncio.gather(*(pieces(llm, *pair) for pair in zip(params, begun, strict=True)))
 
-    async def pieces(llm, one, has_begun) -> str:
-        found = []
-        async for output in llm.generate("say abc", one):
-            found.append(output.outputs[0].text)
+    async def pieces(llm, request_params, has_begun) -> str:
+        texts = []
+        async for output in llm.generate("say abc", request_params):
+            texts.append(output.outputs[0].text)
             has_begun.set()
-        return "".join(found)
+        return "".join(texts)
 
     settings = config(scripted, 2, hung_process_seconds=2.0)
     async with AsyncLLM(config=settings) as llm:
         whole = await all_of(llm, params, events())
-        slow = [msgspec.structs.replace(one, plugin_args=held.slow(0.1)) for one in params]
-        found = all_of(llm, slow, begun := events())
+        slow = [msgspec.structs.replace(fast, plugin_args=held.slow(0.1)) for fast in params]
+        resumed = all_of(llm, slow, begun := events())
         await asyncio.gather(*(event.wait() for event in begun))
         os.kill(llm.engines[1].pid, signal.SIGSTOP)
         held.let_go()
-        assert await found == whole
+        assert await resumed == whole
         assert [engine.pid is None for engine in llm.engines] == [False, True]
         assert llm.is_running
 
@@ -215,7 +215,7 @@ def test_one_that_kills_engines_takes_two_and_ends_no_other(scripted, expected):
     with LLM(config=settings) as llm:
         outputs = llm.generate([*prompts, "say abc"], [*params, bad])
         got = [[(c.token_ids, c.text) for c in output.outputs] for output in outputs[:-1]]
-        assert got == [[one[:2] for one in completions] for completions in expected]
+        assert got == [[completion[:2] for completion in completions] for completions in expected]
         (ended,) = outputs[-1].outputs
         assert ended.finish_reason == "error"
         assert "exited with code 41, in apply() of plugin 'kills'" in ended.error
@@ -264,21 +264,21 @@ def test_a_restarted_engine_has_what_was_changed(scripted):
 @pytest.mark.nightly
 def test_the_number_of_engines_changes_under_load(scripted, expected):
     with LLM(config=config(scripted, 1, restart="on_failure")) as llm:
-        found = []
-        load = threading.Thread(target=lambda: found.extend(results(llm) for _ in range(6)))
+        outputs = []
+        load = threading.Thread(target=lambda: outputs.extend(results(llm) for _ in range(6)))
         load.start()
         assert llm.engines.scale(3).ranks == (0, 1, 2)
         assert llm.engines.scale(1, drain_seconds=0.0).ranks == (0,)
         assert llm.engines.scale(2).epoch == 3
         assert llm.engines.retire([0], drain_seconds=0.1).ranks == (1,)
         load.join()
-        assert [one == expected for one in found] == [True] * 6
+        assert [output == expected for output in outputs] == [True] * 6
         assert len(llm.engines) == 1
 
 
 def test_one_engine_alone_keeps_its_number(scripted):
     with LLM(config=config(scripted, 1, in_process=False)) as llm:
-        with pytest.raises(HardpointError, match="^scale: expected 1, for the engine was"):
+        with pytest.raises(HardpointError, match="^scale: expected 1, because the engine"):
             llm.engines.scale(2)
         with pytest.raises(HardpointError, match="^retire: there is one engine alone"):
             llm.engines.retire([0])

@@ -99,8 +99,8 @@ SPOKEN = [
 
 def of(jobs, **fields):
     return [
-        (name, prompt, SamplingParams(**{"max_tokens": 40} | given | fields, **FINAL))
-        for name, prompt, given in jobs
+        (name, prompt, SamplingParams(**{"max_tokens": 40} | job_fields | fields, **FINAL))
+        for name, prompt, job_fields in jobs
     ]
 
 
@@ -116,7 +116,7 @@ def whole(output):
         for c in output.outputs
     ]
     prompt = output.prompt_logprobs and [
-        place and {token: (one.logprob, one.rank) for token, one in place.items()}
+        place and {token: (logprob.logprob, logprob.rank) for token, logprob in place.items()}
         for place in output.prompt_logprobs
     ]
     experts = [
@@ -127,13 +127,13 @@ def whole(output):
 
 
 def each_alone(engine, jobs, extras):
-    found = {}
+    outputs = {}
     for job in jobs:
         engine.add_request(*job, extras)
         while engine.has_unfinished_requests():
-            found |= {output.request_id: output for output in engine.step() if output.finished}
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
     engine.close()
-    return found
+    return outputs
 
 
 def check_moved(
@@ -155,9 +155,11 @@ def check_moved(
     """
     expected = each_alone(open_engine(folder, extra), jobs, extras)
     moved = [
-        one
+        moved_job
         for job in jobs
-        for one in at_every_output(job, max(len(c.token_ids) for c in expected[job[0]].outputs))
+        for moved_job in at_every_output(
+            job, max(len(c.token_ids) for c in expected[job[0]].outputs)
+        )
     ]
     engines = [open_engine(folder, settings or extra) for settings in (first, None)]
     results, client = run_moving(engines, moved, moves, extras)
@@ -233,8 +235,8 @@ def test_thinking_characters_stop_strings_repetition_and_calls(talking):
 
 def test_what_is_sent_once(scripted):
     """Also where the prompt is not complete yet."""
-    asked = {"prompt_logprobs": 1, "logprobs": 1, "seed": 4}
-    params = SamplingParams(**asked, max_tokens=5, ignore_eos=True, **FINAL)
+    options = {"prompt_logprobs": 1, "logprobs": 1, "seed": 4}
+    params = SamplingParams(**options, max_tokens=5, ignore_eos=True, **FINAL)
     jobs = [("r", list(range(100)), params), ("short", [1], params)]
     extra = TIGHT | {
         "scheduler": {"max_num_batched_tokens": 17},
@@ -329,15 +331,15 @@ def test_layers_with_states_of_an_engine_that_dies(hybrid, tmp_path):
     held = HeldSteps(tmp_path)
     jobs = of(HYBRID_JOBS, max_tokens=60, ignore_eos=True)
     expected = each_alone(open_random(hybrid, {}), jobs, NO_EXTRAS)
-    asked = {"output_kind": RequestOutputKind.DELTA, "plugin_args": held.slow(0.2)}
+    options = {"output_kind": RequestOutputKind.DELTA, "plugin_args": held.slow(0.2)}
 
     async def tokens(llm, prompt, params, running):
-        found = [[] for _ in range(params.n)]
+        token_ids = [[] for _ in range(params.n)]
         async for output in llm.generate({"prompt_token_ids": prompt}, params):
             for part in output.outputs:
-                found[part.index] += part.token_ids
+                token_ids[part.index] += part.token_ids
             running.set()
-        return found, output.num_resumes
+        return token_ids, output.num_resumes
 
     async def main():
         settings = {"model": str(hybrid), "device": "cpu", "dtype": "float32"}
@@ -347,7 +349,7 @@ def test_layers_with_states_of_an_engine_that_dies(hybrid, tmp_path):
             events = [asyncio.Event() for _ in jobs]
             tasks = [
                 asyncio.create_task(
-                    tokens(llm, prompt, msgspec.structs.replace(params, **asked), event)
+                    tokens(llm, prompt, msgspec.structs.replace(params, **options), event)
                 )
                 for (_, prompt, params), event in zip(jobs, events, strict=True)
             ]
@@ -356,8 +358,8 @@ def test_layers_with_states_of_an_engine_that_dies(hybrid, tmp_path):
             held.let_go()
             return await asyncio.gather(*tasks)
 
-    for (name, _, _), (found, num_resumes) in zip(jobs, asyncio.run(main()), strict=True):
-        assert found == [list(c.token_ids) for c in expected[name].outputs]
+    for (name, _, _), (token_lists, num_resumes) in zip(jobs, asyncio.run(main()), strict=True):
+        assert token_lists == [list(c.token_ids) for c in expected[name].outputs]
         assert num_resumes >= 1
 
 
@@ -419,8 +421,8 @@ MIXTURE = {
 def test_routed_experts(tmp_path_factory):
     """Each position once, in order."""
     folder = write_random_model(tmp_path_factory.mktemp("mix"), "Qwen3MoeForCausalLM", **MIXTURE)
-    asked = {"routed_experts": True, "seed": 3, "ignore_eos": True}
-    jobs = of([("long", [11 * n % 256 for n in range(60)], asked), ("short", [4], asked)])
+    options = {"routed_experts": True, "seed": 3, "ignore_eos": True}
+    jobs = of([("long", [11 * n % 256 for n in range(60)], options), ("short", [4], options)])
     jobs = [(n, p, msgspec.structs.replace(params, max_tokens=8)) for n, p, params in jobs]
     extra = TIGHT | {"kv_cache": {"block_size": 8, "num_blocks": 40, "prefix_caching": False}}
     client = check_moved(folder, extra, jobs, open_engine=open_random)

@@ -107,9 +107,9 @@ def engine(request):
     ids=lambda value: value.split(":")[0] if isinstance(value, str) else "",
 )
 def test_text_that_utf_8_cannot_hold(engine, fields, message):
-    given = {"request_id": "r", "prompt": "x"} | fields
+    arguments = {"request_id": "r", "prompt": "x"} | fields
     with pytest.raises(RequestError) as error:
-        engine.add_request(**given)
+        engine.add_request(**arguments)
     assert str(error.value) == message
 
 

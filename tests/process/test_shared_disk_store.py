@@ -1,4 +1,4 @@
-"""Engines of several processes that share the blocks of one folder, and one of which is killed."""
+"""Engines of several processes that share the blocks of one folder; one is killed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ assert not health.fallbacks, health
 
 
 def start(folder: Path, store: Path, seed: int, seconds: float, size: int) -> subprocess.Popen[str]:
-    """Start a program that compares outputs with those of an engine without a connector."""
+    """Start a program that compares outputs with an engine without a connector."""
     source = USER.replace("SIZE", str(size))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return forked_python().popen(

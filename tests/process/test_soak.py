@@ -111,8 +111,8 @@ def test_nothing_is_left_of_many_requests(scripted, in_process, count, least):
         return (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
 
     wait_until(stands_still, PATIENCE_S, "the last aborts")
-    kept = output_processor_of(engine)
-    assert keeps_nothing(kept)
+    processor = output_processor_of(engine)
+    assert keeps_nothing(processor)
     nothing_left(before)
     wait_until(lambda: threading.active_count() <= threads, PATIENCE_S, "threads")
     wait_until(lambda: not of_engine(pid) - of_theirs, PATIENCE_S, "descriptors and threads")

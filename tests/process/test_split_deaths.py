@@ -77,8 +77,8 @@ class Pair:
             return error
         return list(tokens(output))
 
-    async def last(self, engine, number, given, transfer):
-        async for output in engine.generate(prompt(number), given, kv_transfer_params=transfer):
+    async def last(self, engine, number, params, transfer):
+        async for output in engine.generate(prompt(number), params, kv_transfer_params=transfer):
             last = output
         return last
 
@@ -120,7 +120,9 @@ def test_each_engine_is_killed_and_restarted_twice(base, wanted, tmp_path, in_st
         pair = Pair(base, tmp_path / "s", load_in_step=in_step)
         try:
             answers, longest = await answers_while_killed(pair, seed=in_step)
-            stats = [await one.engines.scheduler_stats() for one in (pair.prefill, pair.decode)]
+            stats = [
+                await engine.engines.scheduler_stats() for engine in (pair.prefill, pair.decode)
+            ]
             num_loaded = pair.num_loaded
             again = [await pair.answer(number) for number in range(5)]
         finally:
@@ -128,14 +130,18 @@ def test_each_engine_is_killed_and_restarted_twice(base, wanted, tmp_path, in_st
         return answers, longest, stats, again, num_loaded
 
     answers, longest, stats, again, num_loaded = asyncio.run(main())
-    errors = {n: one for n, one in answers.items() if isinstance(one, EngineDeadError)}
-    right = {n for n, one in answers.items() if one == wanted[n]}
+    errors = {n: answer for n, answer in answers.items() if isinstance(answer, EngineDeadError)}
+    right = {n for n, answer in answers.items() if answer == wanted[n]}
     assert set(answers) == set(range(NUM_REQUESTS)) == right | set(errors)
     assert len(errors) <= 4 * NUM_AT_ONCE
     assert num_loaded > NUM_REQUESTS // 3
     assert longest < LIMIT_S
-    for one in stats:
-        assert (one.num_running, one.num_waiting, one.kv_cache_usage) == (0, 0, 0.0)
+    for engine_stats in stats:
+        assert (
+            engine_stats.num_running,
+            engine_stats.num_waiting,
+            engine_stats.kv_cache_usage,
+        ) == (0, 0, 0.0)
     assert again == wanted[:5]
 
 

@@ -52,11 +52,11 @@ ENTERED = []
 def crossed(*methods):
     """Parametrize a test by methods and settings; each of them is in the short run once."""
     return pytest.mark.parametrize(
-        ("method", "what"),
+        ("method", "setting"),
         [
-            pytest.param(method, what, marks=[] if is_short else pytest.mark.nightly)
+            pytest.param(method, setting, marks=[] if is_short else pytest.mark.nightly)
             for row, method in enumerate(methods)
-            for column, what in enumerate(CHANGES)
+            for column, setting in enumerate(CHANGES)
             for is_short in [row == column or (row == 0 and column >= len(methods))]
         ],
     )
@@ -75,7 +75,7 @@ class Changes(LogitsProcessor):
     phase = Phase.MASK
 
     class Options(plugins.Options):
-        what: str
+        setting: str
         method: str
 
     def __init__(self, context):
@@ -84,7 +84,7 @@ class Changes(LogitsProcessor):
 
     def change(self, method):
         if self.options.method == method:
-            CHANGES[self.options.what]()
+            CHANGES[self.options.setting]()
 
     def start(self, request):
         self.change("start")
@@ -109,10 +109,10 @@ def as_before(monkeypatch):
 
 @crossed("constructor", "start", "advance", "apply")
 @pytest.mark.parametrize("ops", ["native_cpu", pytest.param("torch", marks=pytest.mark.nightly)])
-def test_of_a_logits_processor(scripted, caplog, what, method, ops):
+def test_of_a_logits_processor(scripted, caplog, setting, method, ops):
     config = {
         "plugins": {"enable": [f"{HERE}:Changes"]},
-        "plugin": {"changes": {"what": what, "method": method}},
+        "plugin": {"changes": {"setting": setting, "method": method}},
         "ops": {"use": ops},
         **WATCH,
     }
@@ -124,58 +124,58 @@ def test_of_a_logits_processor(scripted, caplog, what, method, ops):
     logged = [record.message for record in caplog.records if "torch's" in record.message]
     (line,) = logged
     assert line.startswith(f"plugin 'changes' ({HERE}:Changes), asked for by plugins.enable[1]")
-    assert f": its {method} changed torch's {what} from " in line
+    assert f": its {method} changed torch's {setting} from " in line
     assert "which is put back" in line
 
 
 class Policy(Sample, FirstComeFirstServed, contract=1):
     class Options(plugins.Options):
-        what: str
+        setting: str
         method: str
 
     def key(self, request):
         if self.options.method == "key":
-            CHANGES[self.options.what]()
+            CHANGES[self.options.setting]()
         return super().key(request)
 
     def scheduled(self, request, tokens):
         if self.options.method == "scheduled":
-            CHANGES[self.options.what]()
+            CHANGES[self.options.setting]()
 
 
 class Runs(UniprocExecutor):
     contract = 2
-    what = ""
+    setting = ""
 
     def execute_model(self, plan):
-        CHANGES[self.what]()
+        CHANGES[self.setting]()
         return super().execute_model(plan)
 
 
 class Scheduler(DefaultScheduler):
     contract = 2
-    what = ""
+    setting = ""
     method = ""
 
     def schedule(self):
         if self.method == "schedule":
-            CHANGES[self.what]()
+            CHANGES[self.setting]()
         return super().schedule()
 
     def update(self, plan, result):
         if self.method == "update":
-            CHANGES[self.what]()
+            CHANGES[self.setting]()
         return super().update(plan, result)
 
 
 class Part(Sample, StepPart, contract=1):
     class Options(plugins.Options):
-        what: str
+        setting: str
         method: str
 
     def change(self, method):
         if self.options.method == method:
-            CHANGES[self.options.what]()
+            CHANGES[self.options.setting]()
 
     def frontend_half(self, context):
         self.change("frontend_half")
@@ -191,10 +191,10 @@ class Part(Sample, StepPart, contract=1):
 
 
 @crossed("frontend_half", "engine_half", "worker_half")
-def test_of_what_makes_the_halves_of_a_step_part(scripted, caplog, what, method):
+def test_of_what_makes_the_halves_of_a_step_part(scripted, caplog, setting, method):
     config = {
         "plugins": {"enable": [f"{HERE}:Part"]},
-        "plugin": {"part": {"what": what, "method": method}},
+        "plugin": {"part": {"setting": setting, "method": method}},
     }
     engine = scripted_engine(scripted, config)
     finals = run_all(engine, [("a", "say abc", PARAMS)])
@@ -202,18 +202,18 @@ def test_of_what_makes_the_halves_of_a_step_part(scripted, caplog, what, method)
     assert finals["a"].outputs[0].error is None
     (line,) = lines(caplog)
     assert line.startswith(f"plugin 'part' ({HERE}:Part), asked for by plugins.enable[1]")
-    assert f": its {method} changed torch's {what} from " in line
+    assert f": its {method} changed torch's {setting} from " in line
 
 
 class Loader(DummyLoader):
     contract = 1
-    what = ""
+    setting = ""
     method = ""
 
     @classmethod
     def change(cls, method):
         if cls.method == method:
-            CHANGES[cls.what]()
+            CHANGES[cls.setting]()
 
     @classmethod
     def recognises(cls, files):
@@ -239,8 +239,8 @@ class Loader(DummyLoader):
 
 
 @crossed("recognises", "wraps", "architecture", "config", "weights")
-def test_of_a_loader(scripted, caplog, monkeypatch, what, method):
-    monkeypatch.setattr(Loader, "what", what)
+def test_of_a_loader(scripted, caplog, monkeypatch, setting, method):
+    monkeypatch.setattr(Loader, "setting", setting)
     monkeypatch.setattr(Loader, "method", method)
     config = {"load": {"use": f"{HERE}:Loader"}}
     if method == "recognises":
@@ -250,11 +250,11 @@ def test_of_a_loader(scripted, caplog, monkeypatch, what, method):
         }
     engine = scripted_engine(scripted, config)
     engine.close()
-    found = lines(caplog)
-    assert found
-    for line in found:
+    logged = lines(caplog)
+    assert logged
+    for line in logged:
         assert f"({HERE}:Loader), asked for by " in line
-        changed = f"changed torch's {what} from "
+        changed = f"changed torch's {setting} from "
         # The weights of this loader depend on its own config().
         assert f": its {method} {changed}" in line or f": its weights {changed}" in line
 
@@ -264,12 +264,12 @@ class Hooks:
 
     contract = 1
 
-    def __init__(self, hook, what):
-        self.hook, self.what = hook, what
+    def __init__(self, hook, setting):
+        self.hook, self.setting = hook, setting
 
     def change(self, hook):
         if self.hook == hook:
-            CHANGES[self.what]()
+            CHANGES[self.setting]()
 
     @hookimpl
     def request_received(self, request):
@@ -289,14 +289,14 @@ def lines(caplog):
 
 
 @crossed("key", "scheduled", "schedule", "update")
-def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, method):
+def test_of_what_plans_steps(scripted, caplog, monkeypatch, setting, method):
     kind = "policy" if method in ("key", "scheduled") else "scheduler"
-    monkeypatch.setattr(Scheduler, "what", what)
+    monkeypatch.setattr(Scheduler, "setting", setting)
     monkeypatch.setattr(Scheduler, "method", method)
     config = {
         "policy": {
             "scheduler": {"policy": f"{HERE}:Policy"},
-            "plugin": {"policy": {"what": what, "method": method}},
+            "plugin": {"policy": {"setting": setting, "method": method}},
         },
         "scheduler": {"scheduler": {"use": f"{HERE}:Scheduler"}},
     }[kind]
@@ -306,24 +306,26 @@ def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, method):
     assert finals["a"].outputs[0].error is None
     (line,) = lines(caplog)
     assert line.startswith(f"plugin '{kind}' ({HERE}:{kind.title()}), asked for by scheduler.")
-    assert f": its {method} changed torch's {what} from " in line
+    assert f": its {method} changed torch's {setting} from " in line
 
 
 # The engine's own worker, which an executor may run in this thread, sets the number of threads.
-@pytest.mark.parametrize("what", [what for what in CHANGES if what != "number of threads"])
-def test_of_an_executor(scripted, caplog, monkeypatch, what):
-    monkeypatch.setattr(Runs, "what", what)
+@pytest.mark.parametrize(
+    "setting", [setting for setting in CHANGES if setting != "number of threads"]
+)
+def test_of_an_executor(scripted, caplog, monkeypatch, setting):
+    monkeypatch.setattr(Runs, "setting", setting)
     engine = scripted_engine(scripted, {"executor": {"use": f"{HERE}:Runs"}, **WATCH})
     finals = run_all(engine, [("a", "say abc", PARAMS)])
     engine.close()
     assert finals["a"].outputs[0].error is None
     (line,) = lines(caplog)
     assert line.startswith(f"plugin 'runs' ({HERE}:Runs), asked for by executor.use")
-    assert f": its execute_model changed torch's {what} from " in line
+    assert f": its execute_model changed torch's {setting} from " in line
 
 
 class Once(LogitsProcessor):
-    """Changes a setting in the first call of one of its methods, and notes those of each step."""
+    """Changes a setting in the first call of one of its methods, and notes each step's settings."""
 
     contract = 1
     phase = Phase.MASK
@@ -403,10 +405,10 @@ ONCE = {
     *("begin of the engine half", "begin of the worker half"),
 )
 def test_later_steps_have_the_settings_of_the_start(
-    scripted, caplog, monkeypatch, what, method, asynchronous, watch
+    scripted, caplog, monkeypatch, setting, method, asynchronous, watch
 ):
     threads = torch.get_num_threads()
-    monkeypatch.setattr(Once, "changes", {method: HARMLESS.get(what, CHANGES[what])})
+    monkeypatch.setattr(Once, "changes", {method: HARMLESS.get(setting, CHANGES[setting])})
     monkeypatch.setattr(Once, "seen", [])
     config = ONCE | {"debug": {"watch_plugins": watch}}
     config["scheduler"] = config["scheduler"] | {"asynchronous": asynchronous}
@@ -422,10 +424,10 @@ def test_later_steps_have_the_settings_of_the_start(
     assert Once.seen[-1] == expected
     if watch:
         assert all("plugin 'once" in line for line in lines(caplog))
-    if what in ("default device", "default dtype", "use of deterministic algorithms"):
+    if setting in ("default device", "default dtype", "use of deterministic algorithms"):
         assert lines(caplog)  # the worker leaves the other ones as they were at its end anyway
     for line in lines(caplog) if not watch else ():
-        assert line.startswith(f"a plugin changed torch's {what} from ")
+        assert line.startswith(f"a plugin changed torch's {setting} from ")
         assert line.endswith("set debug.watch_plugins to find out which plugin does it")
     torch.set_num_threads(threads)  # the worker sets them in each step, the engine does not
 
@@ -464,13 +466,13 @@ def test_processes_of_workers_restore_settings(scripted, tmp_path, capfd, places
 
 
 @crossed("request_received", "step_planned", "request_finished")
-def test_of_hooks(scripted, caplog, what, method):
-    with LLM(config=scripted_config(scripted), plugins=[Hooks(method, what)]) as llm:
+def test_of_hooks(scripted, caplog, setting, method):
+    with LLM(config=scripted_config(scripted), plugins=[Hooks(method, setting)]) as llm:
         (output,) = llm.generate("say abc", SamplingParams(temperature=0.0, max_tokens=3))
         assert output.outputs[0].text == " ab"
     (line,) = lines(caplog)
     assert line.startswith(f"plugin 'hooks' ({HERE}:Hooks()), asked for by plugins= of LLM")
-    assert f"{method} changed torch's {what} from " in line
+    assert f"{method} changed torch's {setting} from " in line
 
 
 def test_kernels_are_tried_on_the_processor():

@@ -37,13 +37,13 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folders):
-    found = []
+    token_lists = []
     for folder in folders:
         with LLM(str(folder), config=SETTINGS, max_model_len=128) as llm:
             outputs = llm.generate(PROMPTS, PARAMS)
-        found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[0] != found[1]
-    return found
+        token_lists.append([output.outputs[0].token_ids for output in outputs])
+    assert token_lists[0] != token_lists[1]
+    return token_lists
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_all_ranks_change_or_none(folders, expected, tmp_path, ranks):
                         last = output
                     return last.outputs[0].token_ids, last.outputs[0].weight_runs
 
-                found = await asyncio.gather(*map(one, PROMPTS))
-                return [ids for ids, _ in found], found[0][1]
+                results = await asyncio.gather(*map(one, PROMPTS))
+                return [ids for ids, _ in results], results[0][1]
 
             assert await tokens() == (expected[0], None)
             with pytest.raises(ModelError, match="'model.norm.weight' has numbers that are not"):
@@ -105,17 +105,17 @@ def runs_of(output):
 
 async def outputs_under_updates(versions, settings, params):
     """Run requests while the weights change; return prompts with their outputs."""
-    found, came = [], Counter()
+    pairs, came = [], Counter()
     is_done, numbers = asyncio.Event(), itertools.count()
 
     async def stream(llm, max_tokens):
         while not is_done.is_set():
             prompt = [next(numbers) % 250 + 1, 5, 9]
-            asked = msgspec.structs.replace(params, max_tokens=max_tokens)
-            async for output in llm.generate(prompt, asked):
+            own_params = msgspec.structs.replace(params, max_tokens=max_tokens)
+            async for output in llm.generate(prompt, own_params):
                 last = output
                 came[runs_of(output.outputs[0])[-1].version] += 1
-            found.append((prompt, last.outputs[0]))
+            pairs.append((prompt, last.outputs[0]))
             max_tokens = params.max_tokens
 
     async with AsyncLLM(str(versions["0"]), config=settings, max_model_len=120) as llm:
@@ -128,20 +128,20 @@ async def outputs_under_updates(versions, settings, params):
         await until(lambda: came[version], "outputs of the last version")
         is_done.set()
         await asyncio.gather(*tasks)
-    return found
+    return pairs
 
 
 @pytest.mark.nightly
 def test_each_token_has_the_version_that_it_was_sampled_with(folders):
-    """Under load: with the tokens of earlier versions in the prompt, those of a run follow."""
+    """Under load: with the tokens of earlier versions in the prompt, a run's tokens follow."""
     first, second = folders
     versions = {"0": first, "1": second, "2": first, "3": second}
     settings = SETTINGS | {"kv_cache": {"num_blocks": 200}}
     params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
-    found = asyncio.run(outputs_under_updates(versions, settings, params))
+    pairs = asyncio.run(outputs_under_updates(versions, settings, params))
     pieces = {folder: [] for folder in folders}
     seen = set()
-    for prompt, output in found:
+    for prompt, output in pairs:
         ids, runs = output.token_ids, runs_of(output)
         seen.add(tuple(run.version for run in runs))
         for run, end in zip(runs, [*(run.start for run in runs[1:]), len(ids)], strict=True):
@@ -155,5 +155,5 @@ def test_each_token_has_the_version_that_it_was_sampled_with(folders):
         with LLM(str(folder), config=settings, max_model_len=120) as llm:
             expected = [ids for _, ids in pieces[folder]]
             lengths = [msgspec.structs.replace(params, max_tokens=len(ids)) for ids in expected]
-            outputs = llm.generate([given for given, _ in pieces[folder]], lengths)
+            outputs = llm.generate([sent for sent, _ in pieces[folder]], lengths)
             assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -20,7 +20,7 @@ BUDGET = 3
 
 
 class Process:
-    """A worker that is ready at once, runs until it is signalled, and notes what happens to it."""
+    """A worker that is ready at once, runs until it is signalled, and notes its events."""
 
     passed_fds = ()
     launched: list[Process]
@@ -80,7 +80,7 @@ def workers(monkeypatch):
 
     def end(pid, number):
         assert number == signal.SIGTERM
-        next(one for one in Process.launched if one.pid == pid).returncode = 0
+        next(process for process in Process.launched if process.pid == pid).returncode = 0
 
     monkeypatch.setattr(owner, "CommandWorkerProcess", Process)
     monkeypatch.setattr(owner, "_PAUSE_S", 0.01)
@@ -101,7 +101,7 @@ def run(workers, steps):
             await workers.aclose()
 
     code = asyncio.run(all_of_it())
-    assert not any(one.killed for one in Process.launched)
+    assert not any(process.killed for process in Process.launched)
     return code
 
 
@@ -113,8 +113,8 @@ def test_a_worker_that_cannot_be_started_is_tried_again(workers, caplog):
         workers.send_signal(signal.SIGTERM)
 
     assert run(workers, steps) == 0
-    assert [one.index for one in Process.launched] == [0, 1, 2, 1]
-    tried = [one.message for one in caplog.records if "tried again" in one.message]
+    assert [process.index for process in Process.launched] == [0, 1, 2, 1]
+    tried = [record.message for record in caplog.records if "tried again" in record.message]
     assert len(tried) == BUDGET - 1
     assert tried[0].startswith("worker 1 could not be started, and is tried again in 0.01 s: ")
     assert tried[0].endswith(NO_MEMORY)
@@ -135,8 +135,8 @@ def test_a_signal_ends_the_wait_for_a_worker(workers, monkeypatch):
 
     async def steps():
         Process.to_fail = 1
-        for one in Process.launched[:]:
-            one.returncode = -9
+        for process in Process.launched[:]:
+            process.returncode = -9
         await until(lambda: len(Process.launched) == 5, "the workers")
         workers.send_signal(signal.SIGTERM)
 

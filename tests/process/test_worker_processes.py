@@ -1,4 +1,4 @@
-"""Engines whose workers are processes: what they show, do, and leave when one of them dies."""
+"""Engines with workers as processes: their views and actions, and the rest if one dies."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def config(folder, tensor=2, pipeline=1, **extra):
 
 def workers():
     """The worker processes of this one, of any depth, by rank."""
-    found = {}
+    by_rank = {}
     for process in psutil.Process().children(recursive=True):
         name = process.name()
         if name.startswith("Worker_") and alive(process.pid):
-            found[int(name.removeprefix("Worker_"))] = process
-    return [found[rank] for rank in sorted(found)]
+            by_rank[int(name.removeprefix("Worker_"))] = process
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def text_of(llm):
@@ -81,7 +81,7 @@ def text_of(llm):
 
 @pytest.fixture
 def clean():
-    """Nothing may be left of what a test has opened and closed."""
+    """Nothing may be left of a test."""
     before = holdings()
     yield
     nothing_left(before)
@@ -252,9 +252,9 @@ def test_an_engine_process_that_is_killed_takes_its_workers_with_it(scripted):
     before = holdings()
     with LLM(config=config(scripted, engine=OWN_PROCESS)) as llm:
         text_of(llm)
-        found = workers()
+        processes = workers()
         os.kill(llm.llm_engine.parts.client.pid, signal.SIGKILL)
-        for process in found:
+        for process in processes:
             gone(process.pid)
         with pytest.raises(EngineDeadError):
             text_of(llm)

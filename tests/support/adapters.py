@@ -127,7 +127,7 @@ def all_logprobs(count: int = 6, **fields: Any) -> SamplingParams:
 
 @torch.no_grad()
 def difference(output: Any, prompt: Sequence[int], model: torch.nn.Module) -> float:
-    """Return the largest difference of an output's logprobs to those of a model.
+    """Return the largest difference of an output's logprobs to the logprobs of a model.
 
     The model computes in double precision: in single, its own error is as large as what is allowed.
     """
@@ -135,5 +135,5 @@ def difference(output: Any, prompt: Sequence[int], model: torch.nn.Module) -> fl
     tokens = torch.tensor([[*prompt, *completion.token_ids]])
     logits = copy.deepcopy(model).double()(tokens).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits, dim=-1)
-    found = torch.tensor([[at[t].logprob for t in range(VOCAB)] for at in completion.logprobs])
-    return float((found - expected).abs().max())
+    logprobs = torch.tensor([[at[t].logprob for t in range(VOCAB)] for at in completion.logprobs])
+    return float((logprobs - expected).abs().max())

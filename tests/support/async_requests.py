@@ -10,7 +10,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 
 class Hooked:
-    """Refuses what is tagged so."""
+    """Rejects requests with a tag."""
 
     contract = 1
     finished: list[str] = []

@@ -48,7 +48,7 @@ SAMPLES = {
 
 
 def large_values(size):
-    """Return the large values of about `size` bytes, by what they are."""
+    """Return the large values of about `size` bytes, by description."""
     text, count = "x" * size, min(size // 8, MOST_ITEMS)
     deep = "[" * DEPTH + "]" * DEPTH
     return {
@@ -66,7 +66,7 @@ def large_values(size):
 
 
 def places(type_, base):
-    """Yield the paths of a type's fields, and of parts of those that have parts."""
+    """Yield the paths of a type's fields, and of their parts."""
     for field in msgspec.structs.fields(type_):
         yield (field.encode_name,)
         value = base.get(field.encode_name, SAMPLES.get(field.encode_name))
@@ -108,5 +108,5 @@ def large_bodies(path, type_, size, *, inner=True):
     for place in places(type_, base):
         if len(place) > 1 and not inner:
             continue
-        for what, value in values.items():
-            yield f"{what} at {'.'.join(map(str, place))}", body_with(base, place, value)
+        for label, value in values.items():
+            yield f"{label} at {'.'.join(map(str, place))}", body_with(base, place, value)

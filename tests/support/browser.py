@@ -43,10 +43,10 @@ def executable():
         FileNotFoundError: there is none.
     """
     named = os.environ.get("CHROMIUM")
-    found = [path for name in ([named] if named else NAMES) if (path := shutil.which(name))]
-    if not found:
+    paths = [path for name in ([named] if named else NAMES) if (path := shutil.which(name))]
+    if not paths:
         raise FileNotFoundError("no chromium: install it, or name it in the variable CHROMIUM")
-    return found[0]
+    return paths[0]
 
 
 class Browser:
@@ -137,7 +137,7 @@ class Page:
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression):
-        """Return the value of a JavaScript expression, of a promise what it resolves to."""
+        """Return the value of a JavaScript expression, or the result of its promise."""
         answer = self.call(
             "Runtime.evaluate",
             expression=expression,
@@ -172,7 +172,7 @@ class Page:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def type(self, text):
-        """Type into what has the focus."""
+        """Type into the focused element."""
         self.call("Input.insertText", text=text)
 
     def press(self, key, text=None, modifiers=0):
@@ -185,7 +185,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", modifiers=modifiers, **common)
 
     def resize(self, width, height, *, dark=False, reduced_motion=False):
-        """Set the size of the window, and what its user prefers."""
+        """Set the size of the window and the user's preferences."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -201,7 +201,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def screenshot(self, path):
-        """Write a picture of what is visible; return its bytes."""
+        """Write a picture of the visible part; return its bytes."""
         picture = base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
         Path(path).write_bytes(picture)
         return picture
@@ -213,15 +213,17 @@ class Page:
     def problems(self):
         """Return the complaints of the browser: errors, violations, failed loads."""
         entries = [event["entry"] for event in self.events("Log.entryAdded")]
-        found = [(e["level"], e["text"], e.get("url")) for e in entries if e["level"] != "verbose"]
-        found += [str(event) for event in self.events("Runtime.exceptionThrown")]
-        found += [
+        messages = [
+            (e["level"], e["text"], e.get("url")) for e in entries if e["level"] != "verbose"
+        ]
+        messages += [str(event) for event in self.events("Runtime.exceptionThrown")]
+        messages += [
             str(event["issue"])
             for event in self.events("Audits.issueAdded")
             if event["issue"]["code"] == "ContentSecurityPolicyIssue"
         ]
         called = self.events("Runtime.consoleAPICalled")
-        return found + [str(e["args"]) for e in called if e["type"] in ("error", "warning")]
+        return messages + [str(e["args"]) for e in called if e["type"] in ("error", "warning")]
 
 
 @contextlib.contextmanager
@@ -243,7 +245,7 @@ def running_browser():
 
 
 class _Spawned:
-    """A process of `posix_spawn`, with what Browser needs of Popen."""
+    """A process of `posix_spawn`, with the parts of Popen that Browser needs."""
 
     def __init__(self, pid):
         self.pid = pid

@@ -1,4 +1,4 @@
-"""Cases of a test of which the default run takes some, and `--all` the others."""
+"""Cases of a test; the default run takes some, and `--all` the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 def nightly_but(
     cases: Iterable[Any], *default: Any, name: Callable[[Any], str] | None = None
 ) -> list[Any]:
-    """Return the cases of `parametrize`, of which all but some are marked `nightly`.
+    """Return the cases of `parametrize`, with all but some marked `nightly`.
 
     Args:
         cases: values of a parameter; tuples are values of several ones.
@@ -20,9 +20,9 @@ def nightly_but(
     """
     known = list(cases)
     assert all(case in known for case in default), f"expected cases among {known}, got {default}"
-    found = []
+    params = []
     for case in known:
         values = case if isinstance(case, tuple) else (case,)
         marks = () if case in default else pytest.mark.nightly
-        found.append(pytest.param(*values, id=name and name(case), marks=marks))
-    return found
+        params.append(pytest.param(*values, id=name and name(case), marks=marks))
+    return params

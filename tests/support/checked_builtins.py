@@ -30,7 +30,7 @@ def check_builtins_once() -> None:
 
 
 def _state(target: Any) -> list[tuple[int, ...]] | None:
-    """Return the ids of a built-in class's attributes; None of what is always checked."""
+    """Return the ids of a built-in class's attributes; None if it is always checked."""
     if not inspect.isclass(target) or not target.__module__.startswith("hardpoint.builtin_plugins"):
         return None
     if not all(base.__module__.startswith(_BUILTIN) for base in target.__mro__):

@@ -8,7 +8,7 @@ from hardpoint.simulation import CostFile
 
 
 def made_up_cost(**fields: Any) -> CostFile:
-    """Return a cost of which tests state what matters to them."""
+    """Return a cost with the given fields and defaults for the rest."""
     plain: dict[str, Any] = {
         "format": "hardpoint step cost",
         "version": 1,

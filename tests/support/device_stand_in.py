@@ -74,7 +74,7 @@ _WAITING = {
 
 
 class StandInDevice(TorchFunctionMode):
-    """While it is entered, what torch makes on `cuda` is a StandIn, and waits are noted.
+    """A mode in which tensors on `cuda` are a StandIn, and waits are recorded.
 
     Operations run on the CPU. As on a CUDA device, those of tensors there and here together fail,
     and so does `numpy()`. Not seen: waits inside of kernels and on streams and events.
@@ -129,9 +129,9 @@ class StandInDevice(TorchFunctionMode):
         with _Watch(self.note):
             return _stand_in(func(*args, **kwargs))
 
-    def note(self, what: str) -> None:
+    def note(self, call: str) -> None:
         """Note a wait of the code that called torch."""
-        self.waits.append(Wait(what, *_caller()))
+        self.waits.append(Wait(call, *_caller()))
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
@@ -247,7 +247,7 @@ class StandInDevice(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Notes the operations that wait for a device, also those that others consist of."""
+    """Records the operations that wait for a device, including nested ones."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def _caller() -> tuple[tuple[str, str], int]:
 
 
 class _Event:
-    """An event of the stand-in, whose work is always done."""
+    """An event of the stand-in; its work is always done."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

@@ -49,7 +49,7 @@ def varied_jobs(count: int = 40) -> list[Job]:
 def drafting(
     jobs: Sequence[Job], expected: dict[str, list], enable: Sequence[str] = (), **options: object
 ) -> dict[str, dict]:
-    """Settings with a step part that drafts what each job came to before, some of it wrong."""
+    """Settings with a step part that drafts the expected tokens of each job with some errors."""
     replies = [
         [prompt, tokens]
         for request_id, prompt, _ in jobs
@@ -62,7 +62,7 @@ def drafting(
 
 
 def run(engine: LLMEngine, jobs: Sequence[Job], per_step: int | None = None) -> dict[str, list]:
-    """Run jobs and return what each completion came to.
+    """Run jobs and return the result of each completion.
 
     With `per_step`, so many join before each step, so that requests join and leave a running
     batch; else all join at once.

@@ -32,7 +32,7 @@ class Durations:
             self._outcomes["not collected"] += 1
 
     def pytest_sessionfinish(self) -> None:
-        """Write the seconds of the tests, and those of the session."""
+        """Write the seconds of the tests and of the session."""
         tests = {name: round(seconds, 3) for name, seconds in self._seconds.most_common()}
         wall = round(time.monotonic() - self._started, 1)
         record = {"wall": wall, "outcomes": self._outcomes, "tests": tests}

@@ -1,4 +1,4 @@
-"""A small model whose own embeddings are given as prompts."""
+"""A small model that gets its own embeddings as prompts."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class EmbeddedModel:
 
     def settings(self, *tables):
         """Return the configuration of an engine, with tables that are merged into it."""
-        found = {"model": str(self.folder), **SETTINGS}
+        merged = {"model": str(self.folder), **SETTINGS}
         for table in tables:
             for key, value in table.items():
-                old = found.get(key)
-                found[key] = old | value if isinstance(old, dict) else value
-        return found
+                old = merged.get(key)
+                merged[key] = old | value if isinstance(old, dict) else value
+        return merged
 
     def embedded(self, ids):
         """Return a prompt of embeddings alone."""

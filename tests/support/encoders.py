@@ -39,7 +39,7 @@ TABLE = {
 
 
 def write_encoder(folder: Path, family: str, head: str = "Model", **fields: Any) -> Any:
-    """Write a random model with a head, by default none; return that of transformers."""
+    """Write a random model with a head, by default none; return the transformers model."""
     import transformers
 
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""A small server of OpenAI's streams, whose times and faults are known."""
+"""A small server of OpenAI's streams with known times and faults."""
 
 from __future__ import annotations
 

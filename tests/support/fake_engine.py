@@ -54,14 +54,14 @@ class FakeTokenizer:
         return [1, *map(ord, text)] if add_special_tokens else [*map(ord, text)]
 
     def decode(self, token_ids, *, skip_special_tokens=True):
-        kept = (token for token in token_ids if token > 1 or not skip_special_tokens)
+        visible = (token for token in token_ids if token > 1 or not skip_special_tokens)
         # Halves of surrogate pairs are no characters.
-        return "".join("\ufffd" if 0xD800 <= token < 0xE000 else chr(token) for token in kept)
+        return "".join("\ufffd" if 0xD800 <= token < 0xE000 else chr(token) for token in visible)
 
 
 @dataclasses.dataclass
 class FakeEngine:
-    """Answers every request with the same parts; keeps what it was asked.
+    """Answers every request with the same parts; records its requests.
 
     Attributes:
         text: text of the answer; each word is a token.
@@ -144,7 +144,7 @@ class FakeEngine:
             self.default_sampling_params(),
             params,
             encode=lambda text, first: self.model.tokenize(text, add_special_tokens=first),
-            generate=lambda name, prompt, given: self.generate(prompt, given, name, **extras),
+            generate=lambda name, prompt, params: self.generate(prompt, params, name, **extras),
             abort=self.abort,
         )
 
@@ -197,8 +197,8 @@ class FakeEngine:
         ids = self.tokenizer.encode(text)
         return self._answer(messages, text, ids, sampling_params, request_id, extras)
 
-    async def _answer(self, prompt, text, ids, given, request_id, extras):
-        params = (given or self.default_sampling_params()).checked()
+    async def _answer(self, prompt, text, ids, given_params, request_id, extras):
+        params = (given_params or self.default_sampling_params()).checked()
         self.asked.append((prompt, params, {"request_id": request_id, **extras}))
         if self.error is not None and not self.fails_after:
             raise self.error
@@ -306,7 +306,7 @@ class FakeEngine:
         )
 
     async def load(self):
-        one = EngineStatus(
+        status = EngineStatus(
             rank=0,
             state="serving",
             in_flight=self.open,
@@ -315,7 +315,7 @@ class FakeEngine:
             waiting_prompt_tokens=6,
             kv_cache_usage=0.5,
         )
-        return LoadReport.of([one], 12.0)
+        return LoadReport.of([status], 12.0)
 
     async def scale(self, num_engines, *, drain_seconds=30.0):
         self.utilities.append(("scale", num_engines, drain_seconds))
@@ -355,8 +355,8 @@ class FakeEngine:
     async def states(self):
         return {"acme": {"api_key": "hush", "shares": 2}}
 
-    async def change(self, **asked):
-        self.utilities.append(("change", asked))
+    async def change(self, **changes):
+        self.utilities.append(("change", changes))
         return self.manifest
 
     def settings(self):

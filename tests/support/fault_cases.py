@@ -39,7 +39,7 @@ SPARSE_MESSAGES = {
 
 
 def jobs(count=32, guilty=(), using=(), name="dense", how="raise"):
-    """`count` requests; those in `using` use the plugin, those in `guilty` with wrong arguments."""
+    """`count` requests; `using` have the plugin, `guilty` have wrong arguments."""
     result = []
     for index in range(count):
         args = {}

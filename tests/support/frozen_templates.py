@@ -21,8 +21,8 @@ RECORD = Path(__file__).parents[1] / "compatibility" / "templates.json"
 
 def recorded() -> dict[str, str]:
     """Return the record: the SHA-256 of each file, by its path in the folder of templates."""
-    found: dict[str, str] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return found
+    digests: dict[str, str] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return digests
 
 
 def digests() -> dict[str, str]:
@@ -38,7 +38,7 @@ def digests() -> dict[str, str]:
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Return the changes of a published version: of its files, or of the kinds that it has."""
     versions = {path.partition("/")[0] for path in before}
-    found = [
+    differences = [
         f"{path} {'changed' if path in now else 'is gone'}"
         for path, digest in before.items()
         if now.get(path) != digest
@@ -46,17 +46,17 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     for path in sorted(now.keys() - before.keys()):
         version, _, rest = path.partition("/")
         if version in versions and not rest.startswith("kinds/"):
-            found.append(f"{path} is new")
-    return found
+            differences.append(f"{path} is new")
+    return differences
 
 
 def _main() -> int:
-    found = changes(recorded(), digests())
-    for change in found:
+    differences = changes(recorded(), digests())
+    for change in differences:
         print(f"{change}: make a new version of the templates, in a folder of its own")
-    if not found:
+    if not differences:
         RECORD.write_text(json.dumps(digests(), indent=1) + "\n")
-    return bool(found)
+    return bool(differences)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small random Gemma 3 with images as a folder, and what transformers makes of its prompts."""
+"""A small random Gemma 3 with images as a folder, and its prompts in transformers."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Reference:
     def inputs(self, prompt: dict[str, Any]):
         from PIL import Image
 
-        given = prompt.get("multi_modal_data", {}).get("image", [])
-        images = [[Image.fromarray(array) for array in given]] if given else None
+        images_of = prompt.get("multi_modal_data", {}).get("image", [])
+        images = [[Image.fromarray(array) for array in images_of]] if images_of else None
         return self._processor(
             images=images, text=[prompt["prompt"]], return_tensors="pt", add_special_tokens=False
         )
@@ -103,9 +103,9 @@ def reference(folder: Path) -> Reference:
 
 
 def distance(prompt_logprobs: Sequence[Any], expected: np.ndarray) -> float:
-    """Return the largest difference of log-probabilities from those after each token."""
+    """Return the largest difference of log-probabilities from the expected ones."""
     return max(
-        abs(found.logprob - expected[position - 1, token])
+        abs(entry.logprob - expected[position - 1, token])
         for position, entries in enumerate(prompt_logprobs)
-        for token, found in (entries or {}).items()
+        for token, entry in (entries or {}).items()
     )

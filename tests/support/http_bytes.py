@@ -21,7 +21,7 @@ def receive(connection, size=1 << 16):
 
 
 def receive_head(connection):
-    """Return the next bytes up to an empty line, and leave those after it in the connection."""
+    """Return the next bytes up to an empty line, and leave later bytes in the connection."""
     head, end = b"", b"\r\n\r\n"
     while not head.endswith(end):
         waiting = head + connection.recv(1 << 16, socket.MSG_PEEK)

@@ -23,7 +23,7 @@ _TICKS = 10
 
 
 class _QuickTicks:
-    """The module asyncio for uvicorn, whose servers look ten times as often whether they end."""
+    """The module asyncio for uvicorn; its servers check ten times as often for their end."""
 
     @staticmethod
     def sleep(seconds):

@@ -12,7 +12,7 @@ Graph = dict[str, set[str]]
 
 
 def import_graph(folder: Path, package: str) -> Graph:
-    """Return the imports among the modules of a folder, those for type checking included.
+    """Return the imports among the modules of a folder, including imports for type checking.
 
     Imports inside functions count. Python's own import of the parent packages does not.
     """
@@ -42,7 +42,7 @@ def _imports(module: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
 
 
 def longest_chain(graph: Graph) -> list[str]:
-    """Return the longest chain of modules of which each imports the next.
+    """Return the longest chain of modules in which each imports the next.
 
     The modules of a cycle all count, one after the other.
     """
@@ -58,11 +58,11 @@ def longest_chain(graph: Graph) -> list[str]:
 
 
 def _reachable(graph: Graph, start: str) -> set[str]:
-    found: set[str] = set()
+    modules: set[str] = set()
     waiting = [*graph[start]]
     while waiting:
         module = waiting.pop()
-        if module not in found:
-            found.add(module)
+        if module not in modules:
+            modules.add(module)
             waiting += graph[module]
-    return found
+    return modules

@@ -48,14 +48,14 @@ def _discover_once() -> None:
             module.discover = function
 
 
-def _by_folders(read: Callable[..., Any], prepare: Callable[[Any], Any] = lambda found: found):
+def _by_folders(read: Callable[..., Any], prepare: Callable[[Any], Any] = lambda value: value):
     @lru_cache(maxsize=8)
-    def cached(state: State, args: tuple[str, ...], given: frozenset[tuple[str, str]]) -> Any:
-        return prepare(read(*args, **dict(given)))
+    def cached(state: State, args: tuple[str, ...], kwargs: frozenset[tuple[str, str]]) -> Any:
+        return prepare(read(*args, **dict(kwargs)))
 
     @wraps(read)
-    def function(*args: str, **given: str) -> Any:
-        return cached(_state(), args, frozenset(given.items()))
+    def function(*args: str, **kwargs: str) -> Any:
+        return cached(_state(), args, frozenset(kwargs.items()))
 
     return function
 

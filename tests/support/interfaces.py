@@ -1,4 +1,4 @@
-"""The interfaces of each kind as plain data, and what of a change would break a plugin.
+"""The interfaces of each kind as plain data, and the breaking parts of a change.
 
     PYTHONPATH=tests python -m support.interfaces [--compatible KIND ...]
 
@@ -65,18 +65,18 @@ _REQUIRED = "required"
 
 def recorded() -> dict[str, dict[str, Any]]:
     """Return the record: interfaces by kind and number."""
-    found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())
-    return found
+    interfaces: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())
+    return interfaces
 
 
 def changelog() -> dict[str, str]:
     """Return the section of each kind of the contract history, heading included."""
-    found: dict[str, str] = defaultdict(str)
+    sections: dict[str, str] = defaultdict(str)
     for section in re.split(r"^(?=##)", HISTORY.read_text(), flags=re.MULTILINE):
         if section.startswith("### "):
             for kind in re.findall(r"`(\w+)`", section.partition("\n")[0]):
-                found[kind] += section
-    return dict(found)
+                sections[kind] += section
+    return dict(sections)
 
 
 def unexplained(
@@ -154,14 +154,14 @@ def interfaces() -> dict[str, dict[str, Any]]:
 
 def of_kind(kind: Any) -> dict[str, Any]:
     """Return the classes of a kind and the fields of their contexts, by name."""
-    found: dict[str, Any] = {}
+    interface: dict[str, Any] = {}
     for form in kind.forms or (kind.interface,):
-        found[form.__name__] = dict(sorted(_members(form)))
+        interface[form.__name__] = dict(sorted(_members(form)))
         context = _context_of(form)
-        found[context.__name__] = {
+        interface[context.__name__] = {
             field.name: _field(field) for field in dataclasses.fields(context)
         }
-    return found
+    return interface
 
 
 def breaking(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -193,8 +193,8 @@ def data() -> dict[str, dict[str, Any]]:
     classes = _classes()
     used: dict[str, dict[str, int]] = defaultdict(dict)
     made = set()
-    for kind, found in _uses(classes):
-        for name, by_plugins in found:
+    for kind, uses in _uses(classes):
+        for name, by_plugins in uses:
             used[name][kind.name] = kind.contract
             made.update([name] if by_plugins else [])
     return {
@@ -206,7 +206,7 @@ def data() -> dict[str, dict[str, Any]]:
 def _changes_of_data(
     before: Mapping[str, Any], now: Mapping[str, Any], compatible: Collection[str]
 ) -> list[str]:
-    """Return the changes of data that break a plugin of a kind whose number is as it was."""
+    """Return the changes of data that break a plugin of a kind with an unchanged number."""
     changes = []
     for name, members in before.items():
         same = [
@@ -218,8 +218,10 @@ def _changes_of_data(
             {n: v for n, v in m.items() if n != USED_BY} for m in (members, now.get(name, {}))
         )
         if same:
-            found = breaking({name: old}, {name: new} if name in now else {})
-            changes += [f"{change}; contracts that use it: {', '.join(same)}" for change in found]
+            breaking_changes = breaking({name: old}, {name: new} if name in now else {})
+            changes += [
+                f"{change}; contracts that use it: {', '.join(same)}" for change in breaking_changes
+            ]
     return changes
 
 
@@ -255,38 +257,40 @@ def _uses(classes: Mapping[str, type]) -> Iterator[tuple[Any, set[tuple[str, boo
                 for owner, members in of_kind(kind).items()
                 for text in members.values()
             ]
-        found: set[tuple[str, bool]] = set()
+        names: set[tuple[str, bool]] = set()
         while texts:
             text, by_plugins = texts.pop()
             taken, _, returned = text.rpartition(" -> ")
             for part, made in ((taken, not by_plugins), (returned, by_plugins)):
-                part = re.sub(r"\w+", lambda found: _UNIONS.get(found[0], found[0]), part)
-                new = {(n, made) for n in re.findall(r"\w+", part) if n in classes} - found
-                found |= new
+                part = re.sub(r"\w+", lambda match: _UNIONS.get(match[0], match[0]), part)
+                new = {(n, made) for n in re.findall(r"\w+", part) if n in classes} - names
+                names |= new
                 texts += [(t, made) for n, made in new for t in _data_members(classes[n]).values()]
-        yield kind, found
+        yield kind, names
 
 
 def _data_members(owner: type, by_plugins: bool = True) -> dict[str, str]:
     """Return the name and the description of each public member of a class of data."""
-    found: dict[str, str] = {}
+    members: dict[str, str] = {}
     if issubclass(owner, Enum):
         return dict.fromkeys(owner.__members__, "member")
-    found.update(_members(owner))
+    members.update(_members(owner))
     if issubclass(owner, msgspec.Struct):
         for field in msgspec.structs.fields(owner):
-            found[field.name] = f"{_REQUIRED} " * field.required + found[field.name].removeprefix(
-                f"{_REQUIRED} "
-            )
+            members[field.name] = f"{_REQUIRED} " * field.required + members[
+                field.name
+            ].removeprefix(f"{_REQUIRED} ")
     elif dataclasses.is_dataclass(owner):
-        found.update({f.name: _field(f) for f in dataclasses.fields(owner)})
+        members.update({f.name: _field(f) for f in dataclasses.fields(owner)})
     elif inspect.isfunction(init := vars(owner).get("__init__")) and not _is_protocol(owner):
-        found.update(_assigned(init), __init__=f"method {_signature(init)}")
+        members.update(_assigned(init), __init__=f"method {_signature(init)}")
     if by_plugins and _is_protocol(owner) and not _has_defaults(owner):
-        found = {n: f"abstract {t.removeprefix('abstract ')}" for n, t in found.items()}
+        members = {n: f"abstract {t.removeprefix('abstract ')}" for n, t in members.items()}
     if not by_plugins:
-        found = {n: re.sub(f"^({_REQUIRED}|optional|abstract) ", "", t) for n, t in found.items()}
-    return dict(sorted(found.items()))
+        members = {
+            n: re.sub(f"^({_REQUIRED}|optional|abstract) ", "", t) for n, t in members.items()
+        }
+    return dict(sorted(members.items()))
 
 
 def _has_defaults(protocol: type) -> bool:
@@ -303,18 +307,18 @@ def _is_protocol(owner: type) -> bool:
 
 def _assigned(init: Any) -> dict[str, str]:
     """Return the public attributes that an `__init__` sets, with their types where it has them."""
-    found = {}
+    attributes = {}
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(init)))):
         match node:
             case ast.AnnAssign(target=ast.Attribute(attr=name), annotation=declared):
-                found[name] = f"attribute {ast.unparse(declared)}"
+                attributes[name] = f"attribute {ast.unparse(declared)}"
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                found.setdefault(name, "attribute")
-    return {name: text for name, text in found.items() if not name.startswith("_")}
+                attributes.setdefault(name, "attribute")
+    return {name: text for name, text in attributes.items() if not name.startswith("_")}
 
 
 def _of_hooks() -> dict[str, Any]:
-    """Return the arguments of each hook, of which an implementation takes those that it names."""
+    """Return the arguments of each hook; an implementation takes the ones that it names."""
     specified = {n: f for n, f in vars(HookSpecs).items() if not n.startswith("_")}
     return {
         name: {

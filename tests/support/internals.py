@@ -1,4 +1,4 @@
-"""Where tests reach into engines for what has no public name."""
+"""Access of tests to parts of engines without a public name."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ _PORTS = range(10_000, 32_000)
 def free_port() -> int:
     """Return a port of 127.0.0.1 that nobody listens at; it stays free until it is used."""
     while True:
-        with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind(("127.0.0.1", port := secrets.choice(_PORTS)))
+        with socket.socket() as candidate, contextlib.suppress(OSError):
+            candidate.bind(("127.0.0.1", port := secrets.choice(_PORTS)))
             return port
 
 
@@ -57,14 +57,14 @@ def free_address() -> str:
 
 
 class Head:
-    """A listener with clients of engines that have not joined; what they get is kept."""
+    """A listener with clients of engines that have not joined; their messages are kept."""
 
     def __init__(self, data: int = 2, keys: Path | None = None, **parallel: Any) -> None:
         self.address = free_address()
         config = ParallelConfig(data=data, local=0, join_address=self.address, **parallel)
         folder = None if keys is None else KeyFolder(str(keys), "parallel.keys")
-        own = msgspec.structs.replace(HELLO, host="here")
-        admits = admission.Admission(own, config, needs_equal_bits=True)
+        hello = msgspec.structs.replace(HELLO, host="here")
+        admits = admission.Admission(hello, config, needs_equal_bits=True)
         self.listener = JoinListener(config, folder, admits)
         self._undo = contextlib.ExitStack()
         self._undo.callback(self.listener.close)
@@ -234,7 +234,7 @@ class JoiningEngine:
 
 
 class Proxy:
-    """Passes on what comes over TCP, until it swallows it.
+    """Forwards TCP data until it is told to drop it.
 
     Attributes:
         address: to connect to.
@@ -254,10 +254,10 @@ class Proxy:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                one, _ = self._server.accept()
+                incoming, _ = self._server.accept()
                 other = socket.create_connection(self._target)
-                self._sockets += [one, other]
-                for pair in ((one, other), (other, one)):
+                self._sockets += [incoming, other]
+                for pair in ((incoming, other), (other, incoming)):
                     self._threads.append(
                         threading.Thread(target=self._pass, args=pair, daemon=True)
                     )
@@ -271,9 +271,9 @@ class Proxy:
             target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        for one in self._sockets:
+        for sock in self._sockets:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
         for thread in self._threads:
             thread.join(5)

@@ -52,7 +52,7 @@ def _general_tests(suite: type) -> set[str]:
 
 
 def timed_tests(suite: type) -> set[str]:
-    """Return the names of a suite's tests whose verdict depends on the machine's speed."""
+    """Return the names of a suite's tests with a verdict that depends on the machine's speed."""
     names = {"speed", "time"} | ({"linear"} if suite is OutputParserSuite else set())
     return suite_tests(suite) & names
 
@@ -87,15 +87,15 @@ def each_broken(
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, limits: Mapping[str, float]) -> None:
-    """Set limits of waits, by their names in `hardpoint.testing`, for what never comes in time."""
+    """Set limits of waits, by their names in `hardpoint.testing`, for events that never come."""
     for name, seconds in limits.items():
         monkeypatch.setattr(f"hardpoint.testing.{name}", seconds)
 
 
 def attributes_of(attribute: str, cls: type) -> dict[str, object]:
     """Return the attributes of a suite for a component: itself, and its ARGUMENTS if it has any."""
-    given = {"arguments": cls.ARGUMENTS} if hasattr(cls, "ARGUMENTS") else {}
-    return {attribute: cls, **given}
+    arguments = {"arguments": cls.ARGUMENTS} if hasattr(cls, "ARGUMENTS") else {}
+    return {attribute: cls, **arguments}
 
 
 def message_of(suite: type, attributes: Mapping[str, object], test: str) -> str | None:
@@ -125,7 +125,7 @@ def messages_of(
 
 @contextmanager
 def scripted_clock() -> Iterator[None]:
-    """Let suites measure what samples `spend`."""
+    """Let suites measure the time that samples `spend`."""
     with pytest.MonkeyPatch.context() as patch:
         spent, passed = CLOCK.spent, CLOCK.passed
         patch.setattr(pace, "time", SimpleNamespace(process_time=spent, perf_counter=spent))
@@ -140,7 +140,7 @@ def scripted_clock() -> Iterator[None]:
 def assert_fails(
     suite: type, attributes: Mapping[str, object], test: str, rule: str, pattern: str
 ) -> None:
-    """Assert that a test names the component, its rule (a pattern), what it saw and a remedy."""
+    """Assert that a test names the component, its rule (a pattern), observation and remedy."""
     with scripted_clock():
         message = message_of(suite, attributes, test)
     assert message is not None, f"{test} let it pass"
@@ -164,8 +164,8 @@ def assert_tests_builtins(
         namespace: the test module's globals().
         has_suite: whether the suite is for a component.
     """
-    found = entry_points(group=f"hardpoint.{kind}")
-    builtins = {point.load() for point in found if point.value.startswith("hardpoint.")}
+    points = entry_points(group=f"hardpoint.{kind}")
+    builtins = {point.load() for point in points if point.value.startswith("hardpoint.")}
     suites = [c for name, c in namespace.items() if name.startswith("Test") and inspect.isclass(c)]
     builtins = set(filter(has_suite, builtins))
     assert builtins

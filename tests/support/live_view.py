@@ -1,4 +1,4 @@
-"""A server whose `/` is the live view, with figures that move."""
+"""A server with the live view at `/`, and changing figures."""
 
 import contextlib
 import dataclasses

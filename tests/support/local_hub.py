@@ -75,26 +75,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, has_body: bool) -> None:
         path, hub = urlsplit(self.path).path, self.hub
-        if (found := _API.fullmatch(path)) and found[1] in hub.models:
-            self._send(200, hub.describe(found[1]), {"Content-Type": "application/json"}, has_body)
+        if (match := _API.fullmatch(path)) and match[1] in hub.models:
+            self._send(200, hub.describe(match[1]), {"Content-Type": "application/json"}, has_body)
             return
-        if (found := _TREE.fullmatch(path)) and found[1] in hub.models:
-            self._send(200, hub.tree(found[1]), {"Content-Type": "application/json"}, has_body)
+        if (match := _TREE.fullmatch(path)) and match[1] in hub.models:
+            self._send(200, hub.tree(match[1]), {"Content-Type": "application/json"}, has_body)
             return
-        found = _FILE.fullmatch(path)
-        if found is None or found[2] not in hub.models.get(found[1], ()):
-            code = {"X-Error-Code": "EntryNotFound" if found else "RepoNotFound"}
+        match = _FILE.fullmatch(path)
+        if match is None or match[2] not in hub.models.get(match[1], ()):
+            code = {"X-Error-Code": "EntryNotFound" if match else "RepoNotFound"}
             self._send(404, b"{}", code, has_body)
             return
-        content, etag = hub.content(found[1], found[2])
+        content, etag = hub.content(match[1], match[2])
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         start = re.fullmatch(r"bytes=(\d+)-.*", self.headers.get("Range", ""))
         if start is not None:
             content = content[int(start[1]) :]
         if has_body:
-            hub.sent.append(found[2])
-        if has_body and found[2] in hub.cut:
-            hub.cut.discard(found[2])
+            hub.sent.append(match[2])
+        if has_body and match[2] in hub.cut:
+            hub.cut.discard(match[2])
             self._send(500, b"", {}, has_body)
             return
         self._send(206 if start else 200, content, headers, has_body)

@@ -57,7 +57,7 @@ def write_tokenizer(folder: Path, family: str) -> None:
 
 
 def write_classifier(folder: Path, family: str, classes: int = 1, **fields: Any) -> Any:
-    """Write a random model with a head and its tokenizer; return that of transformers."""
+    """Write a random model with a head and its tokenizer; return the transformers model."""
     import transformers
 
     torch.manual_seed(7)
@@ -80,7 +80,7 @@ def write_classifier(folder: Path, family: str, classes: int = 1, **fields: Any)
 
 
 def write_cross_encoder(folder: Path, family: str, classes: int = 1, **fields: Any) -> Any:
-    """Write a folder of a CrossEncoder, `model`; return that of sentence-transformers."""
+    """Write a folder of a CrossEncoder, `model`; return the sentence-transformers model."""
     from sentence_transformers import CrossEncoder
 
     write_classifier(folder / "plain", family, classes)

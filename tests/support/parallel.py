@@ -181,7 +181,7 @@ def open_llm(config: dict[str, Any]) -> Iterator[LLM]:
 def same(
     engine: LLMEngine, jobs: Sequence[Job], expected: Mapping[str, Result], got: Mapping[str, Any]
 ) -> int:
-    """Assert that results are those expected; return how many had two best logits that near.
+    """Assert the expected results; return the number with two almost equal best logits.
 
     From such a place on, the request is repeated with the expected token as part of its prompt.
     """
@@ -217,7 +217,7 @@ def _same_request(engine: LLMEngine, job: Job, expected: Result, got: Result) ->
 
 
 def _forced(engine: LLMEngine, job: Job, expected: Result, count: int) -> int:
-    """Compare what comes after the first `count` expected tokens."""
+    """Compare the outputs after the first `count` expected tokens."""
     name, prompt, params = job
     tokens, logprobs = expected.tokens[0], expected.logprobs[0]
     if count >= len(tokens):

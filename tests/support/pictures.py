@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def gradient(width: int = 6, height: int = 4) -> Image.Image:
-    """Return an image whose pixels all differ."""
+    """Return an image with different pixels."""
     count = width * height
     values = np.arange(3 * count, dtype=np.uint32) * 255 // (3 * count)
     return Image.fromarray(values.astype(np.uint8).reshape(height, width, 3))

@@ -32,7 +32,7 @@ class WrongSign(SparseLogitsProcessor):
         amount: float
 
     def edits(self, rows):
-        amounts = [-given.amount for given in rows.arguments()]
+        amounts = [-arguments.amount for arguments in rows.arguments()]
         return Edits(range(len(amounts)), [WANTED] * len(amounts), amounts, Op.ADD)
 
 
@@ -103,7 +103,7 @@ class Bans(SparseLogitsProcessor):
 
 
 class Raises(LogitsProcessor):
-    """Fails for rows whose output has a certain length, together with all others."""
+    """Fails for rows with an output of a certain length, together with all others."""
 
     contract = 1
     phase = Phase.BIAS

@@ -1,4 +1,4 @@
-"""A worker without a model, for executors whose workers are elsewhere, and their launches."""
+"""A worker without a model, for executors with workers elsewhere, and their launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hardpoint.plugins.requests.stats import PluginMeter
 
 
 class SmallWorker:
-    """Answers with what it was asked; the data of its launch has what fails."""
+    """Returns its arguments; the data of its launch names the failing call."""
 
     def __init__(self, launch, progress):
         self.rank = launch.rank

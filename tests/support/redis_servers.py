@@ -1,4 +1,4 @@
-"""Redis servers: a real one in a folder, and one in a thread that does what a test asks."""
+"""Redis servers: a real one in a folder, and one in a thread that follows a test's script."""
 
 from __future__ import annotations
 

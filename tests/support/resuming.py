@@ -1,4 +1,4 @@
-"""Requests that move to another engine: what a client does whose engine is lost."""
+"""Requests that move to another engine: the actions of a client after the loss of its engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def over_the_wire(message):
 
 @dataclass
 class Sent:
-    """A request with what came of it: all that another engine needs.
+    """A request with its results: all data that another engine needs.
 
     Attributes:
         request: as it was sent.

@@ -21,7 +21,7 @@ class Sample:
     """
 
     def __init_subclass__(cls, *, contract: int | None = _OF_BASE, **options: Any) -> None:
-        """State the given contract, or that of the bases."""
+        """State the given contract, or the contract of the bases."""
         super().__init_subclass__(**options)
         if contract is _OF_BASE:
             contract = getattr(cls, "contract", None)
@@ -45,7 +45,7 @@ class ScriptedClock:
         return self._spent
 
     def passed(self) -> float:
-        """Return the seconds that passed and those that samples spent, for suites that wait."""
+        """Return passed seconds plus the seconds spent by samples, for suites that wait."""
         return time.monotonic() + self._spent
 
 

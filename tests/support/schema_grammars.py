@@ -39,7 +39,7 @@ def takes(state, text: str) -> bool:
 
 def takes_value(state, value) -> bool:
     """Return whether it takes a value with its properties in any order."""
-    return any(takes(state, json.dumps(one)) for one in orders(value))
+    return any(takes(state, json.dumps(text)) for text in orders(value))
 
 
 def orders(value):

@@ -42,7 +42,7 @@ def examples(count: int, **options: object) -> settings:
 
 
 def kit_examples(share: float = 1.0) -> float:
-    """Return `examples` of a conformance suite: a part of what the kit tries, in `nightly` more.
+    """Return `examples` of a conformance suite: a part of the kit's cases, in `nightly` more.
 
     Args:
         share: share of that in `nightly`, for a suite like another one.

@@ -25,6 +25,13 @@ ALWAYS_RUN = ("README.md", "docs/first-plugin.md")
 """Pages whose examples every run executes."""
 
 _NIGHTLY = (
+    # Of each, another test of the default run shows the same in less time.
+    "tests/test_benchmarks.py::test_executors_with_one_worker",
+    "tests/core/worker/test_overlapped_steps.py::test_overlapped_equals_alone[[]None-three-*]",
+    "tests/builtin_plugins/test_images_through_transformers.py::test_wrong_images_*",
+    "tests/builtin_plugins/test_images_through_transformers.py::test_a_processor_that_cannot_start_*",
+    "tests/plugins/testing/test_general_kit_catches.py::test_a_thread_that_catches_up_is_no_growth",
+    "tests/api/test_answer_lengths.py::test_lengths_of_an_async_llm",
     # What a suite finds out about memory is shown by components that are broken.
     "tests/plugins/testing/test_*_conform.py::*::test_memory",
     "tests/plugins/testing/test_*_conform.py::*::test_resources",
@@ -261,7 +268,7 @@ _TIMING: tuple[str, ...] = (
 
 
 class Selection:
-    """A pytest plugin that deselects what a run leaves out, and counts it."""
+    """A pytest plugin that deselects the tests of other runs, and counts them."""
 
     def __init__(self, config: pytest.Config) -> None:
         """Read the options of the run."""
@@ -277,8 +284,8 @@ class Selection:
         chosen = [item for item in items if self._is_chosen(item)]
         if not self._all and not self._timing:
             chosen = list(_without_products(chosen))
-        kept = set(chosen)
-        left_out = [item for item in items if item not in kept]
+        kept_items = set(chosen)
+        left_out = [item for item in items if item not in kept_items]
         self._left_out = len(left_out)
         config.hook.pytest_deselected(items=left_out)
         if self._seed is not None:
@@ -331,7 +338,7 @@ def _compile(patterns: tuple[str, ...], path: str) -> Callable[[str], re.Match[s
 
 
 def _without_products(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield the tests, and of those with several decorators `parametrize` some.
+    """Yield the tests, but only some combinations of several `parametrize` decorators.
 
     Each set of values of a decorator is in one of them at least. All their combinations run with
     `--all`.

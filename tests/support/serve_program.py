@@ -50,8 +50,8 @@ class ServeProgram:
 
     def processes(self):
         """Return its process and all below."""
-        own = psutil.Process(self.process.pid)
-        return [own, *own.children(recursive=True)]
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
 
 
 @contextlib.contextmanager
@@ -78,11 +78,11 @@ def serving(folder, scripted, *settings, options=(), environment=None, **client)
         )
     try:
         deadline = time.monotonic() + 3 * PATIENCE_S
-        while not (found := re.search(r"Serving .* at (https?://\S+)", output.read_text())):
+        while not (match := re.search(r"Serving .* at (https?://\S+)", output.read_text())):
             assert process.poll() is None, output.read_text()
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.05)
-        server = ServeProgram(process, found[1], output, **client)
+        server = ServeProgram(process, match[1], output, **client)
         with server.client:
             yield server
     finally:

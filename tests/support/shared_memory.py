@@ -1,4 +1,4 @@
-"""The shared memory of a test run: not that of other programs of the machine."""
+"""The shared memory of a test run, without other programs' memory."""
 
 from __future__ import annotations
 

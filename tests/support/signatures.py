@@ -21,7 +21,7 @@ OURS = ("hardpoint.errors", "hardpoint.plugins", "hardpoint.toolkit", "hardpoint
 
 def types_in_signatures(public: Iterable[Any]) -> dict[type, Any]:
     """Return the types of ours that signatures name, at any depth, by a thing that names each."""
-    found: dict[type, Any] = {}
+    types: dict[type, Any] = {}
     waiting = [(thing, thing) for thing in public]
     walked: set[int] = set()
     while waiting:
@@ -32,9 +32,9 @@ def types_in_signatures(public: Iterable[Any]) -> dict[type, Any]:
         for annotation in _annotations(thing):
             for cls in _classes(annotation):
                 if cls.__module__.startswith(OURS):
-                    found.setdefault(cls, origin)
+                    types.setdefault(cls, origin)
                     waiting.append((cls, cls))
-    return found
+    return types
 
 
 def _annotations(thing: Any) -> Iterator[Any]:
@@ -48,8 +48,10 @@ def _annotations(thing: Any) -> Iterator[Any]:
     for base in thing.__mro__:
         if not base.__module__.startswith(OURS):
             continue
-        own = {n: a for n, a in inspect.get_annotations(base).items() if not n.startswith("_")}
-        yield from _evaluated_all(own, base.__module__, vars(base))
+        annotations = {
+            n: a for n, a in inspect.get_annotations(base).items() if not n.startswith("_")
+        }
+        yield from _evaluated_all(annotations, base.__module__, vars(base))
         for name, member in vars(base).items():
             member = member.fget if isinstance(member, property) else member
             function = inspect.unwrap(getattr(member, "__func__", member)) if member else None
@@ -79,12 +81,16 @@ def _evaluated_all(annotations: dict[str, Any], module: str, local: Any) -> Iter
 
 @functools.cache
 def _names(name: str) -> dict[str, Any]:
-    """Return the names of a module, with those that are imported for type checkers alone."""
+    """Return the names of a module, including imports for type checkers alone."""
     module: ModuleType = importlib.import_module(name)
     names = dict(vars(module))
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            imports = [one for one in node.body if isinstance(one, ast.ImportFrom | ast.Import)]
+            imports = [
+                statement
+                for statement in node.body
+                if isinstance(statement, ast.ImportFrom | ast.Import)
+            ]
             exec(compile(ast.Module(imports, []), name, "exec"), names)
     return names
 

@@ -1,4 +1,4 @@
-"""The source of the package as syntax trees: modules, who imports what, which names are defined."""
+"""The source of the package as syntax trees: modules, importers, and defined names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PACKAGE = ROOT / "src" / "hardpoint"
 @cache
 def modules() -> dict[str, Path]:
     """Return the file of each module by its dotted name, without the kernels."""
-    found = {}
+    paths = {}
     for folder, folders, files in os.walk(PACKAGE, followlinks=True):
         folders[:] = sorted({*folders} - {"__pycache__", "kernels"})
         for file in sorted(name for name in files if name.endswith(".py")):
             path = Path(folder, file)
             name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path.resolve()
-    return found
+            paths[name.removesuffix(".__init__")] = path.resolve()
+    return paths
 
 
 def top_level_folders() -> list[str]:
@@ -76,18 +76,18 @@ def imported_names(module: str) -> list[tuple[str, str]]:
     Imports for type checking and inside functions are included; other distributions are not.
     """
     package = module if is_package(module) else module.rpartition(".")[0]
-    found: list[tuple[str, str]] = []
+    names: list[tuple[str, str]] = []
     for node in nodes(modules()[module]):
         if isinstance(node, ast.Import):
-            found += ((alias.name, "") for alias in node.names if alias.name in modules())
+            names += ((alias.name, "") for alias in node.names if alias.name in modules())
         elif isinstance(node, ast.ImportFrom):
             source = node.module or ""
             if node.level:
                 base = package.rsplit(".", node.level - 1)[0]
                 source = f"{base}.{source}" if source else base
             if source in modules():
-                found += ((source, alias.name) for alias in node.names)
-    return found
+                names += ((source, alias.name) for alias in node.names)
+    return names
 
 
 def defining_module(module: str, name: str) -> str:
@@ -107,32 +107,32 @@ def defining_module(module: str, name: str) -> str:
 @cache
 def importers() -> dict[str, set[str]]:
     """Return the modules that import each module; the `__init__` of packages do not count."""
-    found: dict[str, set[str]] = {module: set() for module in modules()}
+    importers_of: dict[str, set[str]] = {module: set() for module in modules()}
     for module in modules():
         if not is_package(module):
             for source, name in imported_names(module):
-                found[defining_module(source, name)].add(module)
-    return found
+                importers_of[defining_module(source, name)].add(module)
+    return importers_of
 
 
 @cache
 def classes() -> dict[str, set[str]]:
     """Return the members of each class of the package by its name, inherited ones included."""
-    own: dict[str, set[str]] = {}
+    members_of: dict[str, set[str]] = {}
     bases: dict[str, set[str]] = {}
     for path in modules().values():
         for node in nodes(path):
             if isinstance(node, ast.ClassDef):
-                own.setdefault(node.name, set()).update(members(node))
+                members_of.setdefault(node.name, set()).update(members(node))
                 bases.setdefault(node.name, set()).update(map(base_name, node.bases))
 
     def inherited(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
         """Follow the bases; `seen` ends it where classes of one name are bases of each other."""
         seen |= {name}
         from_bases = (inherited(base, seen) for base in bases.get(name, set()) - seen)
-        return own.get(name, set()).union(*from_bases)
+        return members_of.get(name, set()).union(*from_bases)
 
-    return {name: inherited(name) for name in own}
+    return {name: inherited(name) for name in members_of}
 
 
 def members(node: ast.ClassDef) -> Iterator[str]:
@@ -157,12 +157,12 @@ def base_name(node: ast.expr) -> str:
 @cache
 def class_nodes() -> dict[str, list[ast.ClassDef]]:
     """Return the definitions of each class of the package by its name."""
-    found: dict[str, list[ast.ClassDef]] = {}
+    class_definitions: dict[str, list[ast.ClassDef]] = {}
     for path in modules().values():
         for node in nodes(path):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(node)
-    return found
+                class_definitions.setdefault(node.name, []).append(node)
+    return class_definitions
 
 
 @cache
@@ -179,14 +179,14 @@ def functions() -> set[str]:
 @cache
 def defined_names() -> set[str]:
     """Return the names of all variables, attributes and parameters of the package."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in modules().values():
         for node in nodes(path):
             match node:
                 case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                    found.add(name)
+                    names.add(name)
                 case ast.arg(arg=name):
-                    found.add(name)
+                    names.add(name)
                 case _:
                     pass
-    return found
+    return names

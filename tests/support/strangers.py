@@ -1,4 +1,4 @@
-"""Distributions by strangers, and a program that reports what the engine makes of them."""
+"""Third-party distributions, and a program that reports how the engine uses them."""
 
 import contextlib
 import sys

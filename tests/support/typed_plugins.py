@@ -1,4 +1,4 @@
-"""Plugins and calls whose parts have the types that a checker finds; see scripts/check-examples.
+"""Plugins and calls with types that a checker finds; see scripts/check-examples.
 
 `assert_type` is an error of the checker where the type is another one, or unknown.
 """
@@ -125,7 +125,7 @@ class Backend(AttentionBackend[list[torch.Tensor], AttentionStep]):
 
 
 def use(backend: Backend, spec: KVSpec, step: AttentionStep) -> None:
-    """A caller's view: what `allocate` and `plan` return is known."""
+    """A caller's view: the results of `allocate` and `plan` have known types."""
     base: AttentionBackend[list[torch.Tensor], AttentionStep] = backend
     assert_type(base.allocate(spec, 1), list[torch.Tensor])
     assert_type(base.plan(step), AttentionStep)
@@ -136,7 +136,7 @@ def bare(rows: Rows, request: Request, sampled: SamplingRows, backend: Attention
 
 
 class Slots(RequestFilter, ResourceCost, AdmissionGate):
-    """Implements what the protocols require; the rest has defaults."""
+    """Implements the required members of the protocols; the rest has defaults."""
 
     def __init__(self, running: int) -> None:
         self.capacity = {"slots": running}
@@ -189,7 +189,7 @@ class NoLimit(StepPart):
 
 
 def call(llm: LLM, async_llm: AsyncLLM) -> None:
-    """Keywords of calls have types, and wrong ones are errors, each of which is expected here."""
+    """Keywords of calls have types, and wrong ones are errors, each of them expected here."""
     llm.generate(["Hi", "You"], priority=[1, 2], timeout=None, tags={"tenant": "acme"})
     llm.chat([{"role": "user", "content": "Hi"}], tools=[call], tool_choice="none", priority=1)
     async_llm.chat([], parallel_tool_calls=False, cache_salt="salt")

@@ -1,4 +1,4 @@
-"""Waiting for what a test needs, instead of assuming that it has happened by now."""
+"""Waiting for an event that a test needs, instead of assuming that it has happened by now."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def until(condition: Callable[[], object], what: str, limit_s: float = PAT
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -56,7 +56,7 @@ class BatchFile(Protocol[RequestT]):
     """The requests of one file.
 
     Attributes:
-        noun: what a request is called, such as "prompt".
+        noun: word for a request, such as "prompt".
     """
 
     noun: str

@@ -1,4 +1,4 @@
-"""OpenAI's batch files; the routes of the server answer their bodies."""
+"""OpenAI's batch files: the routes of the server answer the bodies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_options(
 
     Args:
         options: the options of the command.
-        defaults: those of a command line without any.
+        defaults: options of an empty command line.
 
     Raises:
         RequestError: an option is given.
@@ -48,14 +48,14 @@ def check_options(
         config.table(ServerConfig)
     except ConfigError:
         raise ConfigError(
-            "plugins.disable: expected a list without 'server', whose routes answer the files of "
+            "plugins.disable: expected a list without 'server', because its routes answer files of "
             "OpenAI's batch service"
         ) from None
     for name in _FLAGS:
         if getattr(options, name) != getattr(defaults, name):
             raise RequestError(
                 f"--{name.replace('_', '-')}: expected none for a file of OpenAI's batch service, "
-                "whose bodies have their own parameters"
+                "because the bodies have their own parameters"
             )
 
 
@@ -69,7 +69,7 @@ class OpenAIRequests:
         self._engine: AsyncGenerator
 
     def requests(self) -> Iterator[BatchLine]:
-        """Yield the requests, also wrong ones."""
+        """Yield the requests, including invalid ones."""
         reader = BatchReader(self._file.name, self._model)
         for number, text in self._file.texts():
             yield reader.read(number, text)

@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         "runs": options.runs,
         "caches": ["cold", "warm"] if options.caches == _BOTH else [options.caches],
     }
-    context.load_catalog(*context.load_config(model=model))  # refuses what is wrong before a start
+    context.load_catalog(*context.load_config(model=model))  # rejects mistakes before a start
     runs: list[Mapping[str, Any]] = []
     result: Mapping[str, Any] = {}
     with ProgressLine(is_shown=not context.quiet) as progress:

@@ -41,11 +41,11 @@ def list_models(options: argparse.Namespace) -> int:
     """Print the models in the cache."""
     models = list(_models(_scanned()))
     if options.json:
-        cached_models = [
+        entries = [
             {"name": str(model.name), "bytes": model.size, "files": [str(f) for f in model.files]}
             for model in models
         ]
-        print(json.dumps(cached_models, indent=2))
+        print(json.dumps(entries, indent=2))
         return 0
     if not models:
         print("No model is in the cache; hardpoint pull OWNER/NAME downloads one.")
@@ -81,13 +81,13 @@ def remove_model(options: argparse.Namespace, context: CommandContext) -> int:
         repos = {
             repo for repo in cache.repos if (repo.repo_type, repo.repo_id) == ("model", name.repo)
         }
-        selection = dataclasses.replace(cache, repos=frozenset(repos))
+        model_cache = dataclasses.replace(cache, repos=frozenset(repos))
         hashes = [revision.commit_hash for repo in repos for revision in repo.revisions]
-        selection.delete_revisions(*hashes).execute()
+        model_cache.delete_revisions(*hashes).execute()
     else:
-        shared = {blob for model in models if model not in chosen for blob in model.blobs}
+        shared_blobs = {blob for model in models if model not in chosen for blob in model.blobs}
         for model in chosen:
-            for path in (*model.files, *(blob for blob in model.blobs if blob not in shared)):
+            for path in (*model.files, *(blob for blob in model.blobs if blob not in shared_blobs)):
                 path.unlink(missing_ok=True)
     if not context.quiet:
         print(f"Removed {name}, {size_text(size)}.")

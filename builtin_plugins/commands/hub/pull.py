@@ -21,7 +21,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Download a model of the Hugging Face hub into its cache, and check its files by their "
         "SHA-256. Files that are complete are not downloaded again, so that an interrupted pull "
-        "goes on. HF_ENDPOINT, HF_TOKEN and HF_HOME are those of huggingface_hub."
+        "resumes. HF_ENDPOINT, HF_TOKEN and HF_HOME mean the same as for huggingface_hub."
     )
     parser.add_argument(
         "name",
@@ -78,7 +78,7 @@ def _described(name: HubName) -> ModelInfo:
 
 
 def _verify(folder: Path, files: list[RepoSibling]) -> None:
-    """Check files by the SHA-256 of the hub; remove a file with another hash.
+    """Check files by the SHA-256 of the hub; remove a file that differs.
 
     Raises:
         HardpointError: one differs.
@@ -100,7 +100,7 @@ def _verify(folder: Path, files: list[RepoSibling]) -> None:
 
 
 def _folder_of(path: Path, files: list[str]) -> Path:
-    """Return the folder of a snapshot from the path of one of its files."""
+    """Return the snapshot folder that contains a path."""
     depth = next(file for file in files if path.as_posix().endswith(file)).count("/")
     return path.parents[depth]
 

@@ -12,7 +12,7 @@ from .plots import NUM_COLOURS, Series, line_plot
 
 _LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#3f3fb0", "#7a3b00", "#5b6770")
 _DARK = ("#56b4e9", "#ff9a4d", "#3ddc97", "#f2a6cf", "#f0e442", "#a6a6ff", "#d9a066", "#b8c4cc")
-"""Colours of the variants; the first ones are those of Okabe and Ito (2008)."""
+"""Colors of the variants; the first ones come from Okabe and Ito (2008)."""
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #5a636b; --line: #dfe3e7;
@@ -79,7 +79,7 @@ def write_page(path: str, text: str) -> None:
 
 
 def remark(text: str) -> str:
-    """Return a paragraph about errors of requests."""
+    """Return a paragraph about errors."""
     return f'<p class="wrong">{escape(text)}</p>'
 
 
@@ -102,7 +102,7 @@ def _styles() -> str:
 
 
 def key(names: Sequence[str]) -> str:
-    """Return the names of curves, with their colours."""
+    """Return the names of curves, with their colors."""
     items = "".join(
         f'<li><span class="k{number % NUM_COLOURS}"></span>{escape(name)}</li>'
         for number, name in enumerate(names)

@@ -44,19 +44,13 @@ def _tenant_rows(reports: Mapping[str, Mapping[str, Any]]) -> Rows:
     rows = []
     for name, report in reports.items():
         tenants = sorted(report["tenants"].items(), key=lambda item: -item[1]["finished"])
-        for tenant, tenant_report in tenants[:_MOST_TENANTS]:
-            ttft, tpot = tenant_report["ttft"], tenant_report["tpot"]
+        for tenant, figures in tenants[:_MOST_TENANTS]:
+            ttft, tpot = figures["ttft"], figures["tpot"]
             times = [
-                milliseconds(latency[key]) for latency in (ttft, tpot) for key in ("p50", "p95")
+                milliseconds(times_of[key]) for times_of in (ttft, tpot) for key in ("p50", "p95")
             ]
             rows.append(
-                [
-                    name,
-                    tenant,
-                    str(tenant_report["finished"]),
-                    *times,
-                    percent(tenant_report["goodput_share"]),
-                ]
+                [name, tenant, str(figures["finished"]), *times, percent(figures["goodput_share"])]
             )
     return rows
 
@@ -64,22 +58,22 @@ def _tenant_rows(reports: Mapping[str, Mapping[str, Any]]) -> Rows:
 def _conversation_rows(reports: Mapping[str, Mapping[str, Any]]) -> Rows:
     rows = []
     for name, report in reports.items():
-        if conversations := report["conversations"]:
+        if figures := report["conversations"]:
             times = [
-                f"{conversations[figure][key]:.2f} s"
-                for figure in ("seconds", "waited")
+                f"{figures[field][key]:.2f} s"
+                for field in ("seconds", "waited")
                 for key in ("p50", "p95")
             ]
-            turns = f"{conversations['turns']:.1f}"
-            share = percent(conversations["goodput_share"])
-            rows.append([name, str(conversations["count"]), turns, *times, share])
+            turns = f"{figures['turns']:.1f}"
+            share = percent(figures["goodput_share"])
+            rows.append([name, str(figures["count"]), turns, *times, share])
     return rows
 
 
 def milliseconds(seconds: float) -> str:
     """Return a time in milliseconds, with the digits that matter."""
-    duration = 1e3 * seconds
-    return f"{duration:.0f} ms" if duration >= 100 else f"{duration:.1f} ms"
+    value = 1e3 * seconds
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
 def percent(share: float) -> str:

@@ -57,7 +57,7 @@ def load_of(options: argparse.Namespace, trace: str | None) -> dict[str, Any]:
     """Return the fields of a load.
 
     Args:
-        options: those of `add_load_options`.
+        options: options of `add_load_options`.
         trace: path of a file; None is a synthetic load.
     """
     fields: dict[str, Any] = {"speed": options.speed}
@@ -105,10 +105,10 @@ def _positive(value: float, name: str) -> float:
     return value
 
 
-def varied(arguments: Sequence[str]) -> dict[str, list[str]]:
+def varied(settings: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each setting that `--vary PATH=VALUE[,VALUE...]` names."""
     values: dict[str, list[str]] = {}
-    for setting in arguments:
+    for setting in settings:
         steps, text = split_setting(setting, "--vary", VARY_EXAMPLE)
         values.setdefault(".".join(steps), []).extend(split_values(text))
     return values
@@ -138,8 +138,8 @@ def combinations(
 
     Args:
         values: values of each setting.
-        short: settings of which the value alone is in names.
-        units: settings of which the value and a noun are.
+        short: settings with only the value in names.
+        units: settings with the value and a noun in names.
 
     Raises:
         ConfigError: one is there twice.

@@ -1,4 +1,4 @@
-"""Plots as SVG inside of a page; the styles of the page set their colors."""
+"""Plots as SVG inside a page; the styles of the page set the colors."""
 
 from __future__ import annotations
 
@@ -34,27 +34,26 @@ def line_plot(
     """Return a plot of curves.
 
     Args:
-        series: the curves, of which the n-th has the n-th colour.
+        series: the curves; the n-th one has the n-th color.
         x_label, y_label: labels of the axes.
         log_x: whether x is logarithmic; values of at most 0 are left out then.
-        y_top: greatest value of y; 0 is that of the curves.
+        y_top: greatest value of y; 0 takes it from the curves.
     """
     drawn = [
-        Series(curve.name, [(x, y) for x, y in curve.points if x > 0 or not log_x])
-        for curve in series
+        Series(line.name, [(x, y) for x, y in line.points if x > 0 or not log_x]) for line in series
     ]
-    xs = [x for curve in drawn for x, _ in curve.points]
-    ys = [y for curve in drawn for _, y in curve.points]
+    xs = [x for line in drawn for x, _ in line.points]
+    ys = [y for line in drawn for _, y in line.points]
     if not xs:
         return '<p class="empty">No requests to show.</p>'
     across = _log_axis(min(xs), max(xs)) if log_x else _axis(0, max(xs), _LEFT, WIDTH - _RIGHT)
     up = _axis(0, y_top or max(ys), HEIGHT - _BOTTOM, _TOP)
     parts = [_frame(across, up, x_label, y_label)]
-    for number, curve in enumerate(drawn):
-        path = " ".join(f"{across.place(x):.1f},{up.place(y):.1f}" for x, y in curve.points)
+    for number, line in enumerate(drawn):
+        path = " ".join(f"{across.place(x):.1f},{up.place(y):.1f}" for x, y in line.points)
         parts.append(
             f'<polyline class="line c{number % NUM_COLOURS}" points="{path}">'
-            f"<title>{escape(curve.name)}</title></polyline>"
+            f"<title>{escape(line.name)}</title></polyline>"
         )
     label = escape(f"{y_label} by {x_label}")
     return (

@@ -41,7 +41,7 @@ def configure_attest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attest",
         metavar="WHEEL",
-        help="write what was proved into the wheel of the package, whose files are installed; "
+        help="write the proved checks into the wheel of the installed package; "
         f'"{INSTALLED}" writes it into the installed package',
     )
     parser.add_argument(
@@ -63,7 +63,7 @@ def attest(
         version: version of Hardpoint.
 
     Raises:
-        ConfigError: the name is no package, or its installed files are not those of the wheel.
+        ConfigError: the name is no package, or its installed files differ from the wheel.
     """
     distribution = _installed(name)
     _package_files(distribution, wheel)  # before checks that take minutes
@@ -141,7 +141,7 @@ def _installed(name: str) -> importlib_metadata.Distribution:
         return distribution
     except (importlib_metadata.PackageNotFoundError, ValueError) as cause:
         raise ConfigError(
-            f"--attest: expected the name of an installed package, whose plugins are all checked, "
+            f"--attest: expected the name of an installed package, to check all its plugins, "
             f"got {name!r}"
         ) from cause
 
@@ -162,7 +162,7 @@ def _unchecked(
 
 
 def _package_files(distribution: importlib_metadata.Distribution, wheel: str) -> dict[str, str]:
-    """Return the hashes of the installed files, after a comparison with the wheel."""
+    """Return the hashes of the installed files, equal to the hashes of the wheel."""
     try:
         files = package_files(distribution)
         if wheel == INSTALLED:

@@ -19,8 +19,8 @@ _FROM_BEST = (0, 1, 3, 2)
 """Exit codes: no check failed, one did, another contract, cannot load."""
 
 _NOT_TESTED = (
-    "what is not proved was not tested, for the reasons above. The author gives samples by a suite "
-    'in the package, named in the class body: conformance_suite = "package.module:Class" '
+    "checks that are not proved were not run, for the reasons above. The author gives samples by "
+    'a suite in the package, named in the class body: conformance_suite = "package.module:Class" '
     "(docs/conformance-kit.md)"
 )
 
@@ -50,7 +50,7 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require-proof",
         action="store_true",
-        help="end with code 1 if a check is not proved, too, and list those that are not",
+        help="also end with code 1 if a check is not proved, and list such checks",
     )
     configure_attest(parser)
     parser.add_argument(
@@ -105,10 +105,10 @@ def run_check(options: argparse.Namespace, context: CommandContext) -> int:
         "file_bytes": int(_positive(options.file_mib, "--file-mib") * _MIB),
         "num_files": _positive(options.files, "--files"),
     }
-    values = dict(map(_option, options.option))
+    options_by_name = dict(map(_option, options.option))
     config, config_sources = context.load_config()
     records = context.check_plugin(
-        config, config_sources, options.name, limits, values, options.against
+        config, config_sources, options.name, limits, options_by_name, options.against
     )
     if options.require_proof:
         records = _requiring_proof(records)
@@ -131,7 +131,7 @@ def _option(setting: str) -> tuple[str, Any]:
 
 
 def _requiring_proof(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield records with unproved checks as failed ones, then a summary record."""
+    """Yield records with unproved checks counted as failed; then a record of all of them."""
     unproved: dict[str, list[str]] = {}
     for record in records:
         if record["record"] == "check" and record["outcome"] == "not_proved":
@@ -214,7 +214,7 @@ def _cost_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def _activity_lines(record: Mapping[str, Any]) -> list[str]:
-    lines = ["", "what its code did"]
+    lines = ["", "actions of its code"]
     for verb in ("imported", "wrote", "connected", "listened", "started"):
         lines.append(f"  {verb:<9}  {', '.join(record[verb]) or 'nothing'}")
     return lines

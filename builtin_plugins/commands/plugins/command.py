@@ -38,7 +38,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     show = actions.add_parser("show", help="print all about one plugin")
     show.description = (
-        "Print what a plugin is, the options and arguments that it takes, and whether it passes "
+        "Print the kind of a plugin, its options and arguments, and whether it passes "
         "all checks of loading. A plugin that is not on is imported for this."
     )
     show.add_argument("name", metavar="PLUGIN", help="a name, KIND/NAME, or package.module:Class")
@@ -98,7 +98,7 @@ def _reason(info: ComponentInfo) -> str:
     return f"{info.reason}, through adapter {info.adapter}" if info.adapter else info.reason
 
 
-def _as_json(info: ComponentInfo) -> dict[str, object]:
+def _origin_json(info: ComponentInfo) -> dict[str, object]:
     return {
         "kind": info.kind,
         "name": info.name,
@@ -107,6 +107,11 @@ def _as_json(info: ComponentInfo) -> dict[str, object]:
         "version": info.version,
         "on": info.enabled,
         "why": info.reason,
+    }
+
+
+def _as_json(info: ComponentInfo) -> dict[str, object]:
+    return _origin_json(info) | {
         "place": info.place,
         "phase": info.phase,
         "adapter": info.adapter,
@@ -115,14 +120,7 @@ def _as_json(info: ComponentInfo) -> dict[str, object]:
 
 def _details_json(details: ComponentDetails) -> dict[str, Any]:
     info = details.info
-    return {
-        "kind": info.kind,
-        "name": info.name,
-        "class": info.value,
-        "distribution": info.distribution,
-        "version": info.version,
-        "on": info.enabled,
-        "why": info.reason,
+    return _origin_json(info) | {
         "summary": details.summary,
         "interface": details.interface,
         "adapter": details.adapter,

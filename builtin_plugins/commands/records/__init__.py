@@ -1,1 +1,1 @@
-"""Commands on the records of an engine: journals and traces."""
+"""Commands for records of an engine: journals and traces."""

@@ -1,4 +1,4 @@
-"""`hardpoint replay` and `hardpoint journal`: replay or export a journal."""
+"""`hardpoint replay` and `hardpoint journal`: replay or export a recorded journal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DIFFERS = 1
 
 def _configure_replay(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run the engine of a journal (engine.journal) again, from what came to it from outside; "
+        "Run the engine of a journal (engine.journal) again, from its recorded inputs; "
         "compare each plan and each token. Exit code 0: all is the same; 1: something differs; "
         "2: the journal cannot be used. The journal names plugins and options, which are loaded: "
-        "replay those of people that you trust."
+        "replay journals of people that you trust."
     )
     parser.add_argument("file", metavar="FILE", help="the journal")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step")
@@ -36,7 +36,7 @@ def _configure_replay(parser: argparse.ArgumentParser) -> None:
         "--anyway",
         action="store_true",
         help="also if another build, model or set of plugins recorded it, or it is damaged later "
-        "on: its tokens are forced, and the first one that is another here is shown",
+        "on: its tokens are forced, and the first different one is shown",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -92,7 +92,7 @@ def _configure_journal(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     export = commands.add_parser(
         "export",
-        help="write what a journal has of times and lengths, without text, tokens or options",
+        help="write the times and lengths of a journal, without text, tokens or options",
         description="Write a trace of a journal: a line of JSON per request. It has no text, no "
         "token ids, no names and no options of plugins; blocks of prompts are salted hashes.",
     )
@@ -102,7 +102,8 @@ def _configure_journal(parser: argparse.ArgumentParser) -> None:
         "--form",
         choices=("redacted", "mooncake"),
         default="redacted",
-        help="redacted: also priorities, ends and steps (default); mooncake: what its traces have",
+        help="redacted: also priorities, ends and steps (default); mooncake: the fields of "
+        "Mooncake's traces",
     )
     export.add_argument("--anyway", action="store_true", help="also if it is damaged later on")
 

@@ -36,7 +36,7 @@ def served_trace(options: argparse.Namespace, prompt: str) -> Trace:
     """Return the trace of a prompt, which a server continues.
 
     Args:
-        options: those of `hardpoint trace`; the server has defaults for the others.
+        options: options of `hardpoint trace`; the server has defaults for the others.
 
     Raises:
         RequestError: the options do not go together, or the server refuses the request.
@@ -54,11 +54,11 @@ def served_trace(options: argparse.Namespace, prompt: str) -> Trace:
     else:
         path, body["prompt"] = "/v1/completions", prompt
     answer = post_json(options.url, path, body, option="--url", key=os.environ.get(API_KEY))
-    content = _read(options.url, answer)
+    response = _read(options.url, answer)
     return Trace(
         prompt=prompt,
-        num_prompt_tokens=content.usage.prompt_tokens,
-        completions=[choice.trace for choice in content.choices],
+        num_prompt_tokens=response.usage.prompt_tokens,
+        completions=[choice.trace for choice in response.choices],
     )
 
 

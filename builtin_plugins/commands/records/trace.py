@@ -28,8 +28,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] PROMPT"
     parser.description = (
         "Continue a prompt as `hardpoint generate` does, and show how each token was chosen: the "
-        "candidates with their logits after each plugin, who changed what, the draw, and what each "
-        "step of the engine did. Without --json and --html it prints a table. With --url, a server "
+        "candidates with their logits after each plugin, the changes by plugin, the draw, and the "
+        "steps of the engine. Without --json and --html it prints a table. With --url, a server "
         "that runs does it."
     )
     add = parser.add_argument

@@ -71,7 +71,7 @@ class ServedModel:
         return self
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the defaults; the server fills in fields that a request leaves out."""
+        """Return the default parameters; the server fills in missing fields."""
         return SamplingParams()
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -106,8 +106,8 @@ class ServedModel:
     def _models(self) -> dict[str, dict[str, Any]]:
         with self._answer("GET", "/models") as response:
             content = _decoded(response.read().decode(errors="replace"), self._url)
-        models = content.get("data")
-        entries = models if isinstance(models, list) else []
+        data = content.get("data")
+        entries = data if isinstance(data, list) else []
         return {entry["id"]: entry for entry in entries if isinstance(entry.get("id"), str)}
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hardpoint.builtin_plugins.commands.shown import without_userinfo
 from hardpoint.plugins import Command, CommandContext, HardpointError
+from hardpoint.toolkit.processor import processor_facts, processor_flags
 
 _PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy"),
@@ -26,7 +27,7 @@ _WIDTH = 12
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Print versions, processor, kernels, plugins and environment: what a bug report needs. "
+        "Print versions, processor, kernels, plugins and environment, for a bug report. "
         "Values of keys and tokens are left out."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -63,19 +64,13 @@ def _tried(find: Callable[[], str]) -> str:
 
 
 def _processor() -> list[str]:
-    fields: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            fields.setdefault(name.strip(), value.strip())
-    except OSError:
-        pass
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    flags = fields.get("flags", fields.get("Features", "")).split()
-    sets = [flag for flag in flags if flag.startswith(("avx", "amx", "asimd", "sve", "fma"))]
+    facts = processor_facts()
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    prefixes = ("avx", "amx", "asimd", "sve", "fma")
+    sets = [flag for flag in processor_flags(facts) if flag.startswith(prefixes)]
     count = len(os.sched_getaffinity(0))
-    parts = [f"{name}, {platform.machine()}, {count} of {os.cpu_count()} cores usable"]
-    return [*parts, *([" ".join(sets)] if sets else [])]
+    lines = [f"{name}, {platform.machine()}, {count} of {os.cpu_count()} cores usable"]
+    return [*lines, *([" ".join(sets)] if sets else [])]
 
 
 def _memory() -> list[str]:
@@ -102,13 +97,13 @@ def _torch() -> str:
 
 
 def _packages() -> list[str]:
-    packages = []
+    lines = []
     for name in _PACKAGES:
         try:
-            packages.append(f"{name} {importlib.metadata.version(name)}")
+            lines.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return packages
+    return lines
 
 
 def _plugins(context: CommandContext) -> list[str]:
@@ -125,12 +120,12 @@ def _plugins(context: CommandContext) -> list[str]:
 
 
 def _environment() -> list[str]:
-    variables = []
+    lines = []
     for name, value in sorted(os.environ.items()):
         if name.startswith(_VARIABLES):
             is_secret = any(word in name.upper() for word in _SECRETS)
-            variables.append(f"{name}={'***' if is_secret else without_userinfo(value)}")
-    return variables
+            lines.append(f"{name}={'***' if is_secret else without_userinfo(value)}")
+    return lines
 
 
 COMMAND = Command("info", "show versions, processor and plugins", _configure, _run)

@@ -1,4 +1,4 @@
-"""`hardpoint calibrate` and `hardpoint simulate`: step times and simulated requests."""
+"""`hardpoint calibrate` and `hardpoint simulate`: the cost of steps, and simulated requests."""
 
 DEFAULT_FILE = "calibrated.json"
 """Where the cost of steps is written, and read from."""

@@ -1,4 +1,4 @@
-"""`hardpoint calibrate`: measures the times of a model's steps on this machine."""
+"""`hardpoint calibrate`: measure the cost of a model's steps on this machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _DISTURBED = 0.1  # share of the steps from which it is worth a remark
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run a model with batches of many sizes, measure each step, and write what a step takes, "
-        "by what it computes, for `hardpoint simulate`. The machine should do nothing else then."
+        "Run a model with batches of many sizes, measure each step, and write the cost of a "
+        "step by its work, for `hardpoint simulate`. Leave the machine idle otherwise."
     )
     parser.add_argument("measured", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument(
@@ -66,10 +66,10 @@ def _print(cost: Mapping[str, Any], path: Path) -> None:
     residuals = cost["residuals"]
     print(f"{path}: {cost['model']} on {cost['machine']}")
     for name, of in (("decode", "steps of one token per request"), ("prompts", "with prompts")):
-        residual = residuals[name]
+        error = residuals[name]
         print(
-            f"  {residual['steps']} {of}: error of half of them at most {residual['p50']:.1%}, "
-            f"of 95 % {residual['p95']:.1%}; of all together {residual['bias']:+.1%}"
+            f"  {error['steps']} {of}: error of half of them at most {error['p50']:.1%}, of 95 % "
+            f"{error['p95']:.1%}; of all together {error['bias']:+.1%}"
         )
     if cost["disturbed"] > _DISTURBED:
         print(
@@ -79,4 +79,4 @@ def _print(cost: Mapping[str, Any], path: Path) -> None:
         )
 
 
-COMMAND = Command("calibrate", "measure what steps of a model take", _configure, _run)
+COMMAND = Command("calibrate", "measure the cost of a model's steps", _configure, _run)

@@ -28,17 +28,17 @@ def page(results: Mapping[str, Any], version: str) -> str:
     """Return the page.
 
     Args:
-        results: what `hardpoint simulate --json` prints.
+        results: output of `hardpoint simulate --json`.
         version: version of Hardpoint.
     """
     variants = results["variants"]
-    reports = {name: variant["report"] for name, variant in variants.items()}
+    reports = {name: results["report"] for name, results in variants.items()}
     shown = tables(reports, results["comparison"])
     parts = [
         aside(_about(results)),
         *map(remark, remarks(reports)),
         key(list(reports)),
-        time_plots({name: variant["curves"] for name, variant in variants.items()}),
+        time_plots({name: results["curves"] for name, results in variants.items()}),
         *(table(title or "Variants", headers, rows) for title, headers, rows in shown),
         aside(f"{_EXPLANATION} Hardpoint {version}."),
     ]

@@ -1,4 +1,4 @@
-"""`hardpoint simulate`: the effect of other settings on the requests of a trace."""
+"""`hardpoint simulate`: simulate the requests of a trace with other settings."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 def _variants(options: argparse.Namespace, context: CommandContext) -> dict[str, EngineConfig]:
     values: dict[str, list[str]] = {}
     for option, path in _PATHS.items():
-        if arguments := getattr(options, option):
-            values[path] = [str(value) for value in arguments]
+        if option_values := getattr(options, option):
+            values[path] = [str(value) for value in option_values]
     for path, texts in varied(options.vary).items():
         values.setdefault(path, []).extend(texts)
     short = [_PATHS[name] for name in ("policy", "balancer", "eviction")]

@@ -28,7 +28,7 @@ CHANGES = (
 
 def print_summary(results: Mapping[str, Any]) -> None:
     """Print the results as tables, and remarks after them."""
-    reports = {name: result["report"] for name, result in results["variants"].items()}
+    reports = {name: results["report"] for name, results in results["variants"].items()}
     print_tables(tables(reports, results["comparison"]))
     for line in remarks(reports):
         print(line)
@@ -38,18 +38,16 @@ def tables(reports: Mapping[str, Mapping[str, Any]], comparison: Mapping[str, An
     """Return title, headers and rows of each table."""
     headers = ["variant", "requests", "TTFT p50", "p95", "p99", "TPOT p50", "p95", "p99"]
     headers += ["e2e p50", "p95", "in SLO", "goodput", "hits", "preempted"]
-    result_tables: Tables = [
-        ("", headers, [_row(name, report) for name, report in reports.items()])
-    ]
+    result: Tables = [("", headers, [_row(name, report) for name, report in reports.items()])]
     if changes := comparison["changes"]:
         rows = [
             [name, *(change_text(change[key]) for key, _ in CHANGES)]
             for name, change in changes.items()
         ]
         names = ["variant", *(text for _, text in CHANGES)]
-        result_tables.append((f"compared with {comparison['with']}", names, rows))
-    result_tables += group_tables("variant", reports)
-    return result_tables
+        result.append((f"compared with {comparison['with']}", names, rows))
+    result += group_tables("variant", reports)
+    return result
 
 
 def _row(name: str, report: Mapping[str, Any]) -> list[str]:
@@ -68,7 +66,7 @@ def _row(name: str, report: Mapping[str, Any]) -> list[str]:
 
 
 def remarks(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return lines about errors of requests."""
+    """Return lines about errors."""
     lines = []
     for name, report in reports.items():
         if report["refused"]:

@@ -1,1 +1,1 @@
-"""JSON schemas, rewritten so that a grammar enforces exactly what they require, or refused."""
+"""JSON schemas, rewritten so that a grammar enforces them exactly, or rejected."""

@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas that grammars lack, as cases of which a value has to fit one.
+"""Keywords of JSON schemas that grammars lack, as alternatives: a value has to fit a case.
 
 `oneOf`, `not`, `if`, dependencies, `contains` and `uniqueItems` restrict a value in ways for which
 a grammar has no rules of its own. Where they come down to a few cases of keywords that it has,
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
     Attributes:
         schemas: it fits all of these.
-        evaluated: those of them whose properties count as evaluated.
+        evaluated: the schemas among them with evaluated properties.
     """
 
     schemas: tuple[Schema, ...] = ()
@@ -59,7 +59,7 @@ class Cases:
         }
 
     def of(self, keyword: str, view: View, base: Sequence[Schema]) -> Iterator[list[Case]]:
-        """Yield lists of cases, of each of which a value that fits the keyword fits one.
+        """Yield lists of cases; a value that fits the keyword fits a case of each list.
 
         Args:
             keyword: the keyword.
@@ -76,29 +76,31 @@ class Cases:
             raise ValueError(f"{_EXPECTED[keyword]}, not {cause}") from cause
 
     def product(self, lists: Sequence[Sequence[Case]], base: Sequence[Schema]) -> list[Case]:
-        """Return the cases of several lists together, without those that no value fits.
+        """Return the combined cases of several lists, without cases that no value fits.
 
         Raises:
             ValueError: there are too many.
         """
-        found = [Case()]
+        products = [Case()]
         for cases in sorted(lists, key=len):
-            found = [
-                Case((*one.schemas, *case.schemas), (*one.evaluated, *case.evaluated))
-                for one in found
+            products = [
+                Case((*product.schemas, *case.schemas), (*product.evaluated, *case.evaluated))
+                for product in products
                 for case in cases
-                if not self._proofs.are_apart([*base, *one.schemas], case.schemas)
+                if not self._proofs.are_apart([*base, *product.schemas], case.schemas)
             ]
-            if len(found) > _MAX_CASES:
+            if len(products) > _MAX_CASES:
                 raise ValueError(f"expected at most {_MAX_CASES} cases together, got more")
-        return [Case(self._merged(case.schemas, base), case.evaluated) for case in found]
+        return [Case(self._merged(case.schemas, base), case.evaluated) for case in products]
 
     def _merged(self, schemas: tuple[Schema, ...], base: Sequence[Schema]) -> tuple[Schema, ...]:
         lists = [name for schema in schemas if (name := _listed(schema)) is not None]
         if len(lists) < 2:
             return schemas
         facts = self._proofs.facts([*base, *schemas])
-        merged: list[Schema] = [one for one in schemas if _listed(one) is None and one is not True]
+        merged: list[Schema] = [
+            schema for schema in schemas if _listed(schema) is None and schema is not True
+        ]
         for name in dict.fromkeys(lists):
             values = self._proofs.facts(facts.property(name)).values or {}
             allowed = Made(enum=list(values.values()))
@@ -111,14 +113,14 @@ class Cases:
         for first, last in self._proofs.overlaps(branches, base):
             both.setdefault(first, []).append(last)
             both.setdefault(last, []).append(first)
-        found: list[Case] = []
+        cases: list[Case] = []
         for index, branch in enumerate(branches):
             lists = [[Case((branch,), (branch,))]]
             for other in both.get(index, ()):
                 outside = self._others(branches[other], [*base, branch])
-                lists.append([Case((one,)) for one in outside])
-            found += self.product(lists, base)
-        yield found
+                lists.append([Case((other,)) for other in outside])
+            cases += self.product(lists, base)
+        yield cases
 
     def _any_of(self, view: View, base: Sequence[Schema]) -> Iterator[list[Case]]:
         if not self._proofs.are_all_apart(view["anyOf"], base):
@@ -134,7 +136,7 @@ class Cases:
             yield [Case((Made(properties={name: False}),)), Case((Made(required=[name]),))]
         fits = (condition, then)
         outside = self._others(condition, base)
-        yield [Case(fits, fits), *(Case((one, other), (other,)) for one in outside)]
+        yield [Case(fits, fits), *(Case((negation, other), (other,)) for negation in outside)]
 
     def _doubtful(self, condition: Schema, base: Sequence[Schema]) -> Iterator[str]:
         if isinstance(condition, Mapping):
@@ -161,7 +163,7 @@ class Cases:
         part = view["contains"]
         least, limit = view.get("minContains", 1), view.get("maxContains")
         plain = [Made(type=sorted(facts.types - {"array"}))] if facts.types != {"array"} else []
-        others: list[Case] = [Case((one,)) for one in plain]
+        others: list[Case] = [Case((schema,)) for schema in plain]
         if limit is not None and least > limit:
             yield others
             return
@@ -172,7 +174,7 @@ class Cases:
             yield [Case((limits,)), *others]
             return
         if limit == 0:
-            first = any("prefixItems" in one for one in facts.parts)
+            first = any("prefixItems" in part for part in facts.parts)
             outside = self._others(part, [] if first else facts.item(0))
             items = Made(anyOf=outside) if outside else False
             yield [Case((Made(type="array", items=items),)), *others]
@@ -202,10 +204,10 @@ class Cases:
         if values is None:
             raise ValueError(_EXPECTED["uniqueItems"])
         low, high = int(facts.low("minItems")), min(facts.high("maxItems"), len(values))
-        found = [Case((one,)) for one in _arrays(list(values.values()), low, int(high))]
+        cases = [Case((array,)) for array in _arrays(list(values.values()), low, int(high))]
         if rest := sorted(facts.types - {"array"}):
-            found.append(Case((Made(type=rest),)))
-        yield found
+            cases.append(Case((Made(type=rest),)))
+        yield cases
 
     def _min_properties(self, view: View, base: Sequence[Schema]) -> Iterator[list[Case]]:
         yield from self._counted(view["minProperties"], base, "minProperties")
@@ -248,25 +250,29 @@ def _listed(schema: Schema) -> str | None:
 
 
 def _arrays(values: Sequence[Any], low: int, high: int) -> list[Made]:
-    found = [Made(type="array", maxItems=0)] if low == 0 else []
+    arrays = [Made(type="array", maxItems=0)] if low == 0 else []
     count = 0
-    # Two lengths at a time, the last item of which may be missing.
+    # Two lengths at a time; the last item may be missing.
     for length in range(max(low, 1), high + 1, 2):
         longer = min(length + 1, high)
         for first in permutations(values, longer - 1):
-            rest = [value for value in values if not any(value is one for one in first)]
+            rest = [
+                value
+                for value in values
+                if not any(value is value_before for value_before in first)
+            ]
             count += longer - 1 + len(rest)
             if count > _MAX_ITEMS:
                 raise ValueError(_EXPECTED["uniqueItems"])
-            found.append(
+            arrays.append(
                 Made(
                     type="array",
-                    prefixItems=[*(Made(const=one) for one in first), Made(enum=rest)],
+                    prefixItems=[*(Made(const=constant) for constant in first), Made(enum=rest)],
                     minItems=length,
                     maxItems=longer,
                 )
             )
-    return found
+    return arrays
 
 
 _EXPECTED = {

@@ -1,4 +1,4 @@
-"""Where in a JSON schema an error of llguidance is, and what would be right there."""
+"""Locate an error of llguidance in a JSON schema, and suggest a correction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_SECONDS = 1.0
 _NO_VALUE = "Unsatisfiable"
 
 _EXPECTED = {
-    "are not disjoint": "expected patternProperties of which one name never matches two",
+    "are not disjoint": "expected patternProperties without a name that matches two",
     "circular references": "expected references to a schema that refers to itself to stand alone",
     "min/maxProperties only": "expected required properties only, next to such a limit",
     "regex is empty": "expected a simpler pattern, or no length next to it",
@@ -36,11 +36,11 @@ def located(
     end = time.monotonic() + _MAX_SECONDS
     for path, schema in reversed(list(_parts(root))):
         try:
-            found = error_of(SchemaWriter(root, is_inline=True).document(schema))
+            error = error_of(SchemaWriter(root, is_inline=True).document(schema))
         except ValueError as cause:
-            found = str(cause)
-        if found and _NO_VALUE not in found:
-            message = f"{path}: {found}" if path else found
+            error = str(cause)
+        if error and _NO_VALUE not in error:
+            message = f"{path}: {error}" if path else error
             break
         if time.monotonic() > end:
             break
@@ -51,7 +51,7 @@ def located(
 
 
 def _parts(root: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield the first parts of a schema and their paths, those around others before them."""
+    """Yield the first parts of a schema and their paths, outer parts before inner ones."""
     level: list[tuple[str, Schema]] = [("", root)]
     count = 0
     while level:

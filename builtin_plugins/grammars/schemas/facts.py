@@ -41,10 +41,14 @@ def type_of(value: Any) -> str:
     return "object"
 
 
-def common_types(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
+def common_types(first: frozenset[str], other: frozenset[str]) -> frozenset[str]:
     """Return the types of both sets; "number" has the integers in it."""
-    both = one & other
-    if "integer" in one | other and {"integer", "number"} & one and {"integer", "number"} & other:
+    both = first & other
+    if (
+        "integer" in first | other
+        and {"integer", "number"} & first
+        and {"integer", "number"} & other
+    ):
         return (both - {"number"}) | {"integer"}
     return both
 
@@ -61,14 +65,14 @@ class Facts:
         types: the types that they may have.
         values: the values there may be, by their canonical texts; None is any.
         required: names of properties that an object has.
-        parts: the views of the schemas, and of those that they refer to.
-        choices: lists of schemas, one of each of which a value fits.
+        parts: the views of the schemas, and of the schemas that they refer to.
+        choices: lists of schemas; a value fits one schema of each list.
     """
 
     def __init__(
         self, schemas: Sequence[Schema], views: Views, spend: Callable[[int], None]
     ) -> None:
-        """`spend`: counts what is read."""
+        """`spend`: counts the parts read."""
         self.never = False
         self.types = TYPES
         self.values: dict[str, Any] | None = None
@@ -93,19 +97,19 @@ class Facts:
 
     def _add(self, view: View) -> None:
         self.parts.append(view)
-        if (given := view.get("type")) is not None:
-            names = frozenset([given] if isinstance(given, str) else given)
+        if (type_names := view.get("type")) is not None:
+            names = frozenset([type_names] if isinstance(type_names, str) else type_names)
             self.types = common_types(self.types, _plain_types(names))
         if "const" in view or "enum" in view:
             listed = [view["const"]] if "const" in view else view["enum"]
-            found = {canonical(value): value for value in listed}
+            values = {canonical(value): value for value in listed}
             if "const" in view and "enum" in view:
                 allowed = {canonical(value) for value in view["enum"]}
-                found = {text: value for text, value in found.items() if text in allowed}
+                values = {text: value for text, value in values.items() if text in allowed}
             if self.values is not None:
-                found = {text: value for text, value in found.items() if text in self.values}
-            self.values = found
-            kinds = _plain_types(frozenset(map(type_of, found.values())))
+                values = {text: value for text, value in values.items() if text in self.values}
+            self.values = values
+            kinds = _plain_types(frozenset(map(type_of, values.values())))
             self.types = common_types(self.types, kinds)
         self.required.update(view.get("required", ()))
         for name in ("anyOf", "oneOf"):
@@ -114,13 +118,13 @@ class Facts:
 
     def property(self, name: str) -> list[Schema]:
         """Return schemas that the value of a property fits, if there is one."""
-        found: list[Schema] = []
+        schemas: list[Schema] = []
         for part in self.parts:
             if name in (listed := part.get("properties", {})):
-                found.append(listed[name])
+                schemas.append(listed[name])
             elif "patternProperties" not in part and "additionalProperties" in part:
-                found.append(part["additionalProperties"])
-        return found
+                schemas.append(part["additionalProperties"])
+        return schemas
 
     def names(self) -> set[str] | None:
         """Return the names that properties may have; None is any."""
@@ -133,13 +137,13 @@ class Facts:
 
     def item(self, index: int) -> list[Schema]:
         """Return schemas that an item of an array fits, if there is one there."""
-        found: list[Schema] = []
+        schemas: list[Schema] = []
         for part in self.parts:
             if index < len(first := part.get("prefixItems", ())):
-                found.append(first[index])
+                schemas.append(first[index])
             elif "items" in part:
-                found.append(part["items"])
-        return found
+                schemas.append(part["items"])
+        return schemas
 
     def low(self, name: str) -> float:
         """Return the largest of a lower limit, such as `minItems`."""
@@ -147,22 +151,28 @@ class Facts:
 
     def high(self, name: str) -> float:
         """Return the smallest of an upper limit."""
-        found = (part[name] for part in self.parts if _is_number(part.get(name)))
-        return min(found, default=float("inf"))
+        limits = (part[name] for part in self.parts if _is_number(part.get(name)))
+        return min(limits, default=float("inf"))
 
     def lower_limit(self) -> tuple[float, bool]:
         """Return the lower limit of numbers, and whether it is excluded."""
-        found = [(part["minimum"], False) for part in self.parts if _is_number(part.get("minimum"))]
+        limits = [
+            (part["minimum"], False) for part in self.parts if _is_number(part.get("minimum"))
+        ]
         name = "exclusiveMinimum"
-        found += [(part[name], True) for part in self.parts if _is_number(part.get(name))]
-        return max(found, default=(float("-inf"), False))
+        limits += [(part[name], True) for part in self.parts if _is_number(part.get(name))]
+        return max(limits, default=(float("-inf"), False))
 
     def upper_limit(self) -> tuple[float, bool]:
         """Return the upper limit of numbers, and whether it is excluded."""
-        found = [(part["maximum"], False) for part in self.parts if _is_number(part.get("maximum"))]
+        limits = [
+            (part["maximum"], False) for part in self.parts if _is_number(part.get("maximum"))
+        ]
         name = "exclusiveMaximum"
-        found += [(part[name], True) for part in self.parts if _is_number(part.get(name))]
-        return min(found, key=lambda one: (one[0], not one[1]), default=(float("inf"), False))
+        limits += [(part[name], True) for part in self.parts if _is_number(part.get(name))]
+        return min(
+            limits, key=lambda limit: (limit[0], not limit[1]), default=(float("inf"), False)
+        )
 
     def values_of(self, kind: str) -> list[Any] | None:
         """Return the values of a type; None is any."""
@@ -193,7 +203,7 @@ class Proofs:
         return Facts(schemas, self.views, self.spend)
 
     def spend(self, steps: int) -> None:
-        """Count what is read: a small document may have any number of alternatives.
+        """Count the parts read: a small document may have any number of alternatives.
 
         Raises:
             ValueError: it is too much.
@@ -202,22 +212,22 @@ class Proofs:
         if self._steps > _MAX_STEPS:
             raise ValueError("expected fewer alternatives: to compare them takes too long")
 
-    def are_apart(self, one: Sequence[Schema], other: Sequence[Schema], depth: int = 0) -> bool:
+    def are_apart(self, first: Sequence[Schema], other: Sequence[Schema], depth: int = 0) -> bool:
         """Return whether it is certain that no value fits all schemas of both."""
         if depth > _MAX_DEPTH:
             return False
-        self.spend(len(one) + len(other))
-        key = tuple(map(id, one)), tuple(map(id, other))
+        self.spend(len(first) + len(other))
+        key = tuple(map(id, first)), tuple(map(id, other))
         if (known := self._known.get(key)) is not None:
             return known
-        self._kept += (one, other)
+        self._kept += (first, other)
         self._known[key] = False  # while it is being found: schemas refer to themselves
-        for ids, schemas in zip(key, (one, other), strict=True):
+        for ids, schemas in zip(key, (first, other), strict=True):
             if ids not in self._facts:
                 self._facts[ids] = self.facts(schemas)
-        found = self._compare(self._facts[key[0]], self._facts[key[1]], depth)
-        self._known[key] = found
-        return found
+        are_apart = self._compare(self._facts[key[0]], self._facts[key[1]], depth)
+        self._known[key] = are_apart
+        return are_apart
 
     def are_all_apart(self, schemas: Sequence[Schema], context: Sequence[Schema]) -> bool:
         """Return whether it is certain that no value of a context fits two of the schemas."""
@@ -245,14 +255,14 @@ class Proofs:
                 return True
         return False
 
-    def _compare(self, one: Facts, other: Facts, depth: int) -> bool:
-        self.spend(sum(len(facts.parts) + len(facts.values or ()) for facts in (one, other)))
-        if one.never or other.never:
+    def _compare(self, first: Facts, other: Facts, depth: int) -> bool:
+        self.spend(sum(len(facts.parts) + len(facts.values or ()) for facts in (first, other)))
+        if first.never or other.never:
             return True
-        types = common_types(one.types, other.types)
-        if all(self._are_apart_as(kind, one, other, depth) for kind in types):
+        types = common_types(first.types, other.types)
+        if all(self._are_apart_as(kind, first, other, depth) for kind in types):
             return True
-        for mine, its in ((one, other), (other, one)):
+        for mine, its in ((first, other), (other, first)):
             for view, name in mine.choices if depth + _CHOICE_DEPTH <= _MAX_DEPTH else ():
                 rest = [_without(part, view, name) for part in mine.parts]
                 parts = ([*rest, part] for part in view[name])
@@ -262,38 +272,38 @@ class Proofs:
                     return True
         return False
 
-    def _are_apart_as(self, kind: str, one: Facts, other: Facts, depth: int) -> bool:
-        for mine, its in ((one, other), (other, one)):
+    def _are_apart_as(self, kind: str, first: Facts, other: Facts, depth: int) -> bool:
+        for mine, its in ((first, other), (other, first)):
             listed = mine.values_of(kind)
             if listed is not None and all(_is_refused(value, kind, its) for value in listed):
                 return True
         match kind:
             case "integer" | "number":
-                return _is_below(one, other) or _is_below(other, one)
+                return _is_below(first, other) or _is_below(other, first)
             case "string":
-                return _are_texts_apart(one, other)
+                return _are_texts_apart(first, other)
             case "array":
-                return self._are_arrays_apart(one, other, depth)
+                return self._are_arrays_apart(first, other, depth)
             case "object":
-                return self._are_objects_apart(one, other, depth)
+                return self._are_objects_apart(first, other, depth)
         return False
 
-    def _are_arrays_apart(self, one: Facts, other: Facts, depth: int) -> bool:
-        low = max(one.low("minItems"), other.low("minItems"))
-        if low > min(one.high("maxItems"), other.high("maxItems")):
+    def _are_arrays_apart(self, first: Facts, other: Facts, depth: int) -> bool:
+        low = max(first.low("minItems"), other.low("minItems"))
+        if low > min(first.high("maxItems"), other.high("maxItems")):
             return True
         return any(
-            self.are_apart(one.item(index), other.item(index), depth + 1)
+            self.are_apart(first.item(index), other.item(index), depth + 1)
             for index in range(min(int(low), _MAX_DEPTH))
         )
 
-    def _are_objects_apart(self, one: Facts, other: Facts, depth: int) -> bool:
+    def _are_objects_apart(self, first: Facts, other: Facts, depth: int) -> bool:
         def is_constant(name: str) -> bool:
-            return self._has_values(one.property(name)) and self._has_values(other.property(name))
+            return self._has_values(first.property(name)) and self._has_values(other.property(name))
 
-        names = sorted(one.required | other.required)
+        names = sorted(first.required | other.required)
         for name in sorted(names, key=lambda name: not is_constant(name)):
-            if self.are_apart(one.property(name), other.property(name), depth + 1):
+            if self.are_apart(first.property(name), other.property(name), depth + 1):
                 return True
         return False
 
@@ -330,29 +340,29 @@ def _is_refused(value: Any, kind: str, facts: Facts) -> bool:
     return False
 
 
-def _is_below(one: Facts, other: Facts) -> bool:
-    (upper, below), (least, above) = one.upper_limit(), other.lower_limit()
+def _is_below(first: Facts, other: Facts) -> bool:
+    (upper, below), (least, above) = first.upper_limit(), other.lower_limit()
     return upper < least or (upper == least and (below or above))
 
 
-def _are_texts_apart(one: Facts, other: Facts) -> bool:
-    if max(one.low("minLength"), other.low("minLength")) > min(
-        one.high("maxLength"), other.high("maxLength")
+def _are_texts_apart(first: Facts, other: Facts) -> bool:
+    if max(first.low("minLength"), other.low("minLength")) > min(
+        first.high("maxLength"), other.high("maxLength")
     ):
         return True
-    pairs = ((mine, its) for mine in _starts(one) for its in _starts(other))
+    pairs = ((mine, its) for mine in _starts(first) for its in _starts(other))
     if any(not mine.startswith(its) and not its.startswith(mine) for mine, its in pairs):
         return True
     formats = [
         [FORMATS[part["format"]] for part in facts.parts if "format" in part]
-        for facts in (one, other)
+        for facts in (first, other)
     ]
     if any(mine.is_apart(its) for mine in formats[0] for its in formats[1]):
         return True
     return any(
         format.shortest > its.high("maxLength")
         or (format.longest is not None and format.longest < its.low("minLength"))
-        for listed, its in ((formats[0], other), (formats[1], one))
+        for listed, its in ((formats[0], other), (formats[1], first))
         for format in listed
     )
 

@@ -19,7 +19,7 @@ _DATE = (
     f"|{_LEAP}-02-29)"
 )
 _HOUR = "(?:[01][0-9]|2[0-3])"
-# A leap second comes at the end of a day of UTC, of which no other offset is let through.
+# A leap second comes at the end of a day of UTC; other offsets are rejected.
 _TIME = (
     rf"(?:{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR}:[0-5][0-9])"
     r"|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00))"
@@ -106,8 +106,8 @@ class Format(NamedTuple):
         )
 
 
-def _is_longer(one: Format, other: Format) -> bool:
-    return other.longest is not None and one.shortest > other.longest
+def _is_longer(first: Format, other: Format) -> bool:
+    return other.longest is not None and first.shortest > other.longest
 
 
 _MARKS = _DIGITS | frozenset("-:.+TtZz")

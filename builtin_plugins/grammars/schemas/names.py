@@ -70,7 +70,7 @@ def without_escapes(result: dict[str, Any]) -> None:
     Args:
         result: the written schema, which is changed. One with patterns of names is left as it is,
             since no expression has the names that fit none of them; and so is one with a schema for
-            other names next to long listed ones, of which the expression would be slow to compile.
+            other names next to long listed ones, because their expression would compile slowly.
     """
     rest, listed = result.get("additionalProperties", True), result.get("properties")
     if not listed or rest is False or "patternProperties" in result:
@@ -121,20 +121,20 @@ def unevaluated(view: View, evaluated: Sequence[Schema], rest: Schema, views: Vi
 
 
 def _pattern_of(parts: Sequence[View]) -> str | None:
-    found: list[str] = []
+    patterns: list[str] = []
     for part in parts:
         for name, value in part.items():
             if name == "pattern":
-                found.append(value)
+                patterns.append(value)
             elif name == "format":
-                found += (f"^(?:{one})$" for one in FORMATS[value].expressions)
+                patterns += (f"^(?:{expression})$" for expression in FORMATS[value].expressions)
             elif name in ("minLength", "maxLength"):
                 if name == "minLength" and "maxLength" in part:
                     continue
                 low, high = part.get("minLength", 0), part.get("maxLength", "")
-                found.append(f"^(?s:.{{{low},{high}}})$")
+                patterns.append(f"^(?s:.{{{low},{high}}})$")
             elif name not in ("type", "allOf", "$ref"):
                 return None
-    if len(found) > 1:
+    if len(patterns) > 1:
         return None
-    return found[0] if found else ""
+    return patterns[0] if patterns else ""

@@ -65,7 +65,7 @@ class Negations:
         self._proofs = proofs
 
     def others(self, schema: Schema, context: Sequence[Schema], depth: int = 0) -> list[Schema]:
-        """Return schemas, one or more of which a value fits just if it does not fit a given one.
+        """Return alternatives: a value fits one or more of them just if it does not fit a schema.
 
         Args:
             schema: the given one.
@@ -82,15 +82,19 @@ class Negations:
             raise InexpressibleError("a schema that nests deeply, or refers to itself")
         view = self._proofs.views(schema)
         facts = self._proofs.facts(context)
-        found: list[Schema] = []
+        alternatives: list[Schema] = []
         for keyword in view:
             others = self._others_of(keyword, schema, view, facts, depth)
             self._proofs.spend(sum(map(_size, others)))
-            found += others
-            if len(found) > _MAX_ALTERNATIVES:
+            alternatives += others
+            if len(alternatives) > _MAX_ALTERNATIVES:
                 raise InexpressibleError(f"a schema with more than {_MAX_ALTERNATIVES} other cases")
         known = facts.parts
-        return [one for one in found if not self._proofs.are_apart([one], known)]
+        return [
+            alternative
+            for alternative in alternatives
+            if not self._proofs.are_apart([alternative], known)
+        ]
 
     def _others_of(
         self, keyword: str, schema: Schema, view: View, facts: Facts, depth: int
@@ -124,7 +128,7 @@ class Negations:
                 ]
             case "anyOf" | "oneOf":
                 if keyword == "oneOf" and not self._proofs.are_all_apart(view["oneOf"], context):
-                    raise InexpressibleError("a oneOf whose branches may overlap")
+                    raise InexpressibleError("a oneOf with branches that may overlap")
                 parts = [self.others(part, context, depth + 1) for part in view[keyword]]
                 return [Made(allOf=[Made(anyOf=part) for part in parts])] if all(parts) else []
             case "$ref":
@@ -133,13 +137,15 @@ class Negations:
                 return [view["not"]]
             case "if":
                 condition = view["if"]
-                found: list[Schema] = []
+                alternatives: list[Schema] = []
                 for other in self.others(view.get("then", True), context, depth + 1):
-                    found.append(Made(allOf=[condition, other]))
+                    alternatives.append(Made(allOf=[condition, other]))
                 if others := self.others(view.get("else", True), context, depth + 1):
                     outside = self.others(condition, context, depth + 1)
-                    found += (Made(allOf=[one, other]) for one in outside for other in others)
-                return found
+                    alternatives += (
+                        Made(allOf=[negation, other]) for negation in outside for other in others
+                    )
+                return alternatives
         return []
 
     def _others_of_rest(self, view: View, facts: Facts, depth: int) -> list[Schema]:
@@ -156,8 +162,8 @@ class Negations:
         ]
 
     @staticmethod
-    def _type(given: Any, facts: Facts) -> list[Schema]:
-        names = {given} if isinstance(given, str) else set(given)
+    def _type(types: Any, facts: Facts) -> list[Schema]:
+        names = {types} if isinstance(types, str) else set(types)
         left = set(facts.types)
         if "number" in names:
             left -= {"integer", "number"}
@@ -169,17 +175,17 @@ class Negations:
         return [Made(type=sorted(left))] if left else []
 
     @staticmethod
-    def _values(given: Sequence[Any], facts: Facts) -> list[Schema]:
-        listed = {canonical(value): value for value in given}
+    def _values(constants: Sequence[Any], facts: Facts) -> list[Schema]:
+        listed = {canonical(value): value for value in constants}
         if facts.values is not None:
             left = [value for text, value in facts.values.items() if text not in listed]
             return [Made(enum=left)] if left else []
         kinds = {type_of(value) for value in listed.values()}
         if kinds & {"integer", "number"}:
             kinds |= {"integer", "number"}
-        found: list[Schema] = []
+        alternatives: list[Schema] = []
         if plain := sorted(facts.types - kinds):
-            found.append(Made(type=plain))
+            alternatives.append(Made(type=plain))
         by_kind: dict[str, list[Any]] = {}
         for value in listed.values():
             kind = type_of(value)
@@ -187,22 +193,24 @@ class Negations:
         for kind, values in by_kind.items():
             numbers = facts.types & {"integer", "number"}
             if kind == "number" and numbers:
-                found += _between(sorted(values), min(numbers))
+                alternatives += _between(sorted(values), min(numbers))
             elif kind not in facts.types or kind == "null":
                 continue
             elif kind == "boolean":
-                found += (Made(const=one) for one in (False, True) if one not in values)
+                alternatives += (
+                    Made(const=boolean) for boolean in (False, True) if boolean not in values
+                )
             elif kind == "string":
-                found.append(Made(type="string", pattern=_inexpressible_if(none_of, values)))
+                alternatives.append(Made(type="string", pattern=_inexpressible_if(none_of, values)))
             else:
                 raise InexpressibleError(f"a constant of the type {kind}")
-        return found
+        return alternatives
 
     @staticmethod
-    def _pattern(given: str, _: Facts) -> list[Schema]:
-        literal = literal_of(given)
+    def _pattern(expression: str, _: Facts) -> list[Schema]:
+        literal = literal_of(expression)
         if literal is None or not literal.starts:
-            raise InexpressibleError(f"the pattern {given!r}")
+            raise InexpressibleError(f"the pattern {expression!r}")
         if literal.ends:
             pattern = _inexpressible_if(none_of, [literal.text])
         elif literal.text:
@@ -212,31 +220,31 @@ class Negations:
         return [Made(type="string", pattern=pattern)]
 
     @staticmethod
-    def _required(given: Sequence[str], facts: Facts) -> list[Schema]:
-        names = [name for name in given if name not in facts.required]
+    def _required(required: Sequence[str], facts: Facts) -> list[Schema]:
+        names = [name for name in required if name not in facts.required]
         return [Made(type="object", properties={name: False}) for name in names]
 
     _SIMPLE: ClassVar[Mapping[str, Callable[[Any, Facts], list[Schema]]]] = {
-        "const": lambda given, facts: Negations._values([given], facts),
-        "enum": lambda given, facts: Negations._values(given, facts),
-        "dependentRequired": lambda given, _: [
+        "const": lambda value, facts: Negations._values([value], facts),
+        "enum": lambda values, facts: Negations._values(values, facts),
+        "dependentRequired": lambda required, _: [
             Made(type="object", required=[name], properties={other: False})
-            for name, others in given.items()
+            for name, others in required.items()
             for other in others
         ],
         "pattern": _pattern,
         "required": _required,
         "type": _type,
-        "exclusiveMaximum": lambda given, _: [Made(type="number", minimum=given)],
-        "exclusiveMinimum": lambda given, _: [Made(type="number", maximum=given)],
-        "maximum": lambda given, _: [Made(type="number", exclusiveMinimum=given)],
-        "minimum": lambda given, _: [Made(type="number", exclusiveMaximum=given)],
-        "maxItems": lambda given, _: [Made(type="array", minItems=given + 1)],
-        "minItems": lambda given, _: _fewer("array", "maxItems", given),
-        "maxLength": lambda given, _: [Made(type="string", minLength=given + 1)],
-        "minLength": lambda given, _: _fewer("string", "maxLength", given),
-        "maxProperties": lambda given, _: [Made(type="object", minProperties=given + 1)],
-        "minProperties": lambda given, _: _fewer("object", "maxProperties", given),
+        "exclusiveMaximum": lambda limit, _: [Made(type="number", minimum=limit)],
+        "exclusiveMinimum": lambda limit, _: [Made(type="number", maximum=limit)],
+        "maximum": lambda limit, _: [Made(type="number", exclusiveMinimum=limit)],
+        "minimum": lambda limit, _: [Made(type="number", exclusiveMaximum=limit)],
+        "maxItems": lambda count, _: [Made(type="array", minItems=count + 1)],
+        "minItems": lambda count, _: _fewer("array", "maxItems", count),
+        "maxLength": lambda count, _: [Made(type="string", minLength=count + 1)],
+        "minLength": lambda count, _: _fewer("string", "maxLength", count),
+        "maxProperties": lambda count, _: [Made(type="object", minProperties=count + 1)],
+        "minProperties": lambda count, _: _fewer("object", "maxProperties", count),
     }
 
 
@@ -244,22 +252,22 @@ def _size(schema: Schema) -> int:
     return len(schema.get("pattern", "")) // 16 if isinstance(schema, Made) else 0
 
 
-def _fewer(kind: str, name: str, given: int) -> list[Schema]:
-    return [Made({"type": kind, name: given - 1})] if given > 0 else []
+def _fewer(kind: str, name: str, count: int) -> list[Schema]:
+    return [Made({"type": kind, name: count - 1})] if count > 0 else []
 
 
 def _between(values: Sequence[float], kind: str) -> list[Schema]:
     inner = [
-        Made(type=kind, exclusiveMinimum=one, exclusiveMaximum=other)
-        for one, other in pairwise(values)
-        if kind == "number" or other > one + 1
+        Made(type=kind, exclusiveMinimum=lower, exclusiveMaximum=other)
+        for lower, other in pairwise(values)
+        if kind == "number" or other > lower + 1
     ]
     below = Made(type=kind, exclusiveMaximum=values[0])
     return [below, *inner, Made(type=kind, exclusiveMinimum=values[-1])]
 
 
-def _inexpressible_if(make: Callable[[Any], str], given: Any) -> str:
+def _inexpressible_if(make: Callable[[Any], str], value: Any) -> str:
     try:
-        return make(given)
+        return make(value)
     except ValueError as cause:
         raise InexpressibleError(f"a constant, since {cause}") from cause

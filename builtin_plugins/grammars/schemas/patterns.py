@@ -30,7 +30,7 @@ class Literal(NamedTuple):
     """An expression that has one text, apart from its anchors.
 
     Attributes:
-        text: what it matches.
+        text: the text that it matches.
         starts: whether a match begins where the string does.
         ends: whether a match ends where the string does.
     """
@@ -57,11 +57,11 @@ def start_of(pattern: str) -> str:
         return ""
     match = _LITERAL.match(pattern, 1)
     assert match is not None
-    found = match.group()
+    prefix = match.group()
     if pattern[match.end() : match.end() + 1] and pattern[match.end()] in _REPEATED:
-        letter = re.search(r"(?:\\.|[^\\])\Z", found, re.DOTALL)  # which may come no time
-        found = found[: letter.start()] if letter else ""
-    return _unescaped(found)
+        letter = re.search(r"(?:\\.|[^\\])\Z", prefix, re.DOTALL)  # which may come no time
+        prefix = prefix[: letter.start()] if letter else ""
+    return _unescaped(prefix)
 
 
 def none_of(texts: Iterable[str]) -> str:
@@ -83,19 +83,19 @@ def not_starting(text: str) -> str:
 
 
 def quotable(pattern: str) -> str:
-    """Return an expression of which llguidance takes no string that it does not match.
+    """Return an expression with which llguidance accepts no string without a match.
 
     In JSON strings, its classes of all control characters take a quote and a backslash, too. So
-    those that have not both take no NUL.
+    classes without both of them take no NUL.
     """
-    found: list[str] = []
+    parts: list[str] = []
     start = end = 0
     while end < len(pattern):
         begin, end = end, _end_of_item(pattern, end)
         if end - begin > 1 and _is_misread(pattern[begin:end]):
-            found += (pattern[start:begin], f"[{pattern[begin:end]}&&[^\\x00]]")
+            parts += (pattern[start:begin], f"[{pattern[begin:end]}&&[^\\x00]]")
             start = end
-    return "".join((*found, pattern[start:]))
+    return "".join((*parts, pattern[start:]))
 
 
 def _end_of_item(pattern: str, start: int) -> int:
@@ -120,7 +120,7 @@ def _end_of_item(pattern: str, start: int) -> int:
 def _is_misread(item: str) -> bool:
     """Return whether an escape or class may have all control characters, but not all of _ESCAPED.
 
-    One that cannot be read here may.
+    An expression that cannot be read here may.
     """
     if item[0] == "\\" and item[1:2] not in "DPSWp":
         return False
@@ -151,14 +151,14 @@ def _others(texts: list[str], *, starts: bool) -> str:
             following.setdefault(text, set())
     if 6 * sum(map(len, following)) > _MAX_WRITTEN:
         raise ValueError("the texts are too long")
-    found = []
+    alternatives = []
     for prefix, letters in sorted(following.items()):
         before = "".join(map(_quoted, prefix))
         if prefix not in whole:
-            found.append(before)
+            alternatives.append(before)
         other = f"[^{''.join(map(_quoted, sorted(letters)))}]" if letters else "(?s:.)"
-        found.append(f"{before}{other}{_ANY}")
-    return "|".join(found) or r"[^\s\S]"
+        alternatives.append(f"{before}{other}{_ANY}")
+    return "|".join(alternatives) or r"[^\s\S]"
 
 
 def _quoted(letter: str) -> str:

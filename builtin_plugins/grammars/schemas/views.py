@@ -1,7 +1,7 @@
 """JSON schemas as draft 2020-12 has them, whatever draft they are written in.
 
-A view of a schema has the keywords that restrict what it describes: no annotations, none that its
-draft does not have, none that hold anyway, and one form of those that have several.
+A view of a schema has its restricting keywords: no annotations, no keywords unknown to its draft,
+no redundant ones, and one form of each keyword that has several.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _KNOWN = frozenset((*SIZES, *LISTS, *MAPS, *SCHEMAS, *_PLAIN))
 _ITEMS_ELSEWHERE = frozenset(
     {"allOf", "anyOf", "oneOf", "if", "$ref", "contains", "dependentSchemas"}
 )
-"""Keywords that may describe items, so that those are not what others leave."""
+"""Keywords that may describe items, so that such items do not count as the remaining ones."""
 
 _SINCE = {
     "const": 6,
@@ -95,7 +95,7 @@ View = Made
 
 
 class Views:
-    """The views of one document's schemas, and what its references refer to."""
+    """Views of a document's schemas, and targets of its references."""
 
     def __init__(self, root: Schema) -> None:
         """`root`: its outermost schema."""
@@ -109,10 +109,10 @@ class Views:
 
     def __call__(self, schema: Schema) -> View:
         """Return the view of a schema that is not a bool."""
-        found = self._views.get(id(schema))
-        if found is None:
-            found = self._views[id(schema)] = schema, self._make(schema)
-        return found[1]
+        entry = self._views.get(id(schema))
+        if entry is None:
+            entry = self._views[id(schema)] = schema, self._make(schema)
+        return entry[1]
 
     def target(self, schema: Schema) -> Schema:
         """Return the schema that another one's `$ref` refers to.
@@ -127,13 +127,13 @@ class Views:
         within = self._targets.get(address) if address else self._root
         if fragment and not fragment.startswith("/"):
             within, fragment = self._targets.get(f"{address}#{fragment}"), ""
-        found = None if within is None else _pointed(within, fragment)
-        if found is None:
+        target = None if within is None else _pointed(within, fragment)
+        if target is None:
             raise ValueError(
                 "$ref: expected a reference to a schema in this document, such as "
                 f"'#/$defs/name', got {reference!r}, which is not there"
             )
-        return found
+        return target
 
     def _make(self, schema: Schema) -> View:
         assert isinstance(schema, Mapping)
@@ -147,7 +147,7 @@ class Views:
             if isinstance(size := view.get(name), float) and size.is_integer():
                 view[name] = int(size)
         base = self._bases.get(id(schema))
-        if base and "$ref" in view:  # of a view, and of what is made of it, no base is known
+        if base and "$ref" in view:  # the base of a view, and of schemas made from it, is unknown
             view["$ref"] = urljoin(base, str(view["$ref"]))
         _with_items(view, draft)
         for name, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
@@ -165,9 +165,9 @@ class Views:
             schema, base = pending.pop()
             if not isinstance(schema, Mapping) or id(schema) in self._bases:
                 continue
-            given = schema.get("$id")
-            if isinstance(given, str):
-                address, anchor = urldefrag(urljoin(base, given))
+            schema_id = schema.get("$id")
+            if isinstance(schema_id, str):
+                address, anchor = urldefrag(urljoin(base, schema_id))
                 if anchor:
                     self._targets.setdefault(f"{address}#{anchor}", schema)
                 else:
@@ -207,9 +207,15 @@ def _with_items(view: View, draft: int) -> None:
 
 
 def _split_dependencies(view: View) -> None:
-    if isinstance(given := view.pop("dependencies", None), Mapping):
-        lists = {name: one for name, one in given.items() if isinstance(one, list)}
-        others = {name: one for name, one in given.items() if name not in lists}
+    if isinstance(dependencies := view.pop("dependencies", None), Mapping):
+        lists = {
+            name: dependency
+            for name, dependency in dependencies.items()
+            if isinstance(dependency, list)
+        }
+        others = {
+            name: dependency for name, dependency in dependencies.items() if name not in lists
+        }
         view["dependentRequired"] = {**view.get("dependentRequired", {}), **lists}
         view["dependentSchemas"] = {**view.get("dependentSchemas", {}), **others}
 

@@ -1,7 +1,7 @@
 """JSON schemas in the keywords that llguidance enforces.
 
-What it does not have is written in what it has where both describe the same values; the rest is
-refused, with its path, or left out where the request is lenient.
+Unsupported keywords are written with supported ones that describe the same values. The rest is
+rejected, with its path, or left out if the request is lenient.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class SchemaWriter:
 
         Args:
             root: the outermost schema, to which references refer.
-            lenient: leave out what cannot be enforced.
-            error_of: returns what is wrong with a written schema, to try expressions with; None
+            lenient: leave out constraints that cannot be enforced.
+            error_of: returns the error of a written schema, to try expressions with; None
                 takes each.
-            is_inline: write what a reference refers to in its place, where it is not alone:
+            is_inline: write the target of a reference in its place, where it is not alone:
                 llguidance cannot join these with a schema that refers to itself.
         """
         self._root, self._lenient, self._error_of = root, lenient, error_of
@@ -176,10 +176,10 @@ class SchemaWriter:
             if inner.keys() & {"$ref", "unevaluatedProperties"} or not inner.keys() & _CASES:
                 parts.append((part, where))
                 continue
-            # Its cases are those of the whole, of which more exclude each other.
-            rest, more, found = self._split(part, inner, where, (*outer, base))
+            # Its cases are the cases of the whole, with more that exclude each other.
+            rest, more, part_lists = self._split(part, inner, where, (*outer, base))
             parts += [(rest, where), *more]
-            lists += found
+            lists += part_lists
             if "propertyNames" in inner:
                 parts.append((Made(propertyNames=inner["propertyNames"]), where))
         return Made(base), parts, lists  # another object: views of `base` lack a later `anyOf`
@@ -187,9 +187,9 @@ class SchemaWriter:
     def _cases_of(
         self, name: str, view: View, context: Sequence[Schema], base: View, path: str
     ) -> list[list[Case]]:
-        """Return the cases of one keyword; those of branches that are apart become an `anyOf`."""
+        """Return the cases of a keyword; disjoint branches become an `anyOf`."""
         try:
-            found = list(self._cases.of(name, view, context))
+            case_lists = list(self._cases.of(name, view, context))
         except ValueError as cause:
             self._refuse(path, "unevaluatedProperties" if name == "anyOf" else name, str(cause))
             if name == "anyOf" or (name == "oneOf" and "anyOf" not in view):
@@ -197,10 +197,10 @@ class SchemaWriter:
             return []
         if name == "oneOf" and not view.keys() & {"anyOf", "unevaluatedProperties"}:
             branches = view["oneOf"]
-            if [case.schemas for case in found[0]] == [(branch,) for branch in branches]:
+            if [case.schemas for case in case_lists[0]] == [(branch,) for branch in branches]:
                 base["anyOf"] = branches
                 return []
-        return found
+        return case_lists
 
     def _combined(self, base: View, view: View, lists: list[list[Case]], path: str) -> list[Any]:
         rest = view.get("unevaluatedProperties", True)
@@ -230,20 +230,20 @@ class SchemaWriter:
 
     def _named(self, result: dict[str, Any], view: View, path: str) -> list[Any]:
         try:
-            found = named(result, view, self._proofs)
+            merged = named(result, view, self._proofs)
         except ValueError as cause:
             self._refuse(path, "propertyNames", str(cause))
-            found = []
-        for one in (result, *found) if "propertyNames" in view else ():
-            for pattern in one.get("patternProperties", ()):
+            merged = []
+        for written in (result, *merged) if "propertyNames" in view else ():
+            for pattern in written.get("patternProperties", ()):
                 if self._is_wrong({"pattern": pattern}):
                     self._refuse(path, "propertyNames", _PATTERN)
         if not self._is_inline:  # the second try, since patterns of schemas that join may overlap
             without_escapes(result)
         if "anyOf" in result and "patternProperties" in result:
             # Side by side, llguidance takes no name that a branch does not list.
-            found.append({"anyOf": result.pop("anyOf")})
-        return found
+            merged.append({"anyOf": result.pop("anyOf")})
+        return merged
 
     def _add(
         self, name: str, view: View, result: dict[str, Any], path: str, *, is_within: bool
@@ -295,10 +295,10 @@ class SchemaWriter:
     def _texts(self, result: dict[str, Any], base: View) -> list[Any]:
         if "format" not in base:
             return []
-        every = [f"^(?:{one})$" for one in FORMATS[base["format"]].expressions]
+        every = [f"^(?:{expression})$" for expression in FORMATS[base["format"]].expressions]
         if "pattern" not in result:
             result["pattern"] = every.pop(0)
-        return [{"pattern": one} for one in every]
+        return [{"pattern": pattern} for pattern in every]
 
     def _is_wrong(self, schema: dict[str, Any]) -> bool:
         return self._error_of is not None and bool(self._error_of(schema))
@@ -307,7 +307,7 @@ class SchemaWriter:
         if any(self._is_wrong({"pattern": pattern}) for pattern in patterns):
             return _PATTERN
         if self._is_wrong({"patternProperties": dict.fromkeys(patterns, True)}):
-            return "expected expressions of which one name never matches two"
+            return "expected expressions without a name that matches two"
         return ""
 
     def _add_reference(
@@ -321,7 +321,7 @@ class SchemaWriter:
         self._inside.discard(id(target))
 
     def _enters(self, schema: Schema) -> bool:
-        """Return whether what a reference refers to is not being written; it is from now on."""
+        """Return whether the target of a reference is not being written yet; mark it as such."""
         target = id(self._views.target(schema))
         is_new = target not in self._inside
         self._inside.add(target)
@@ -387,7 +387,7 @@ def _excluded(name: str, view: View, *, is_within: bool) -> float:
     """Return a limit that numbers do not reach.
 
     Between a whole number and one that is less than 1 away, llguidance lets the whole number
-    through, too. What is next to it takes its place there.
+    through, too. The neighboring number takes its place there.
     """
     limit: float = view[name]
     above = name == "exclusiveMinimum"

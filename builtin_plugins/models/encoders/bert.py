@@ -107,7 +107,7 @@ class Bert(EncoderModel):
 
 
 class Roberta(Bert):
-    """The first token has the position after that of padding."""
+    """RoBERTa: the position of the first token follows the position of padding."""
 
     contract = 1
 

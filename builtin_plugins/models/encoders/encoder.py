@@ -1,4 +1,4 @@
-"""Encoders: models whose tokens attend to those before and after them, BERT and its kind.
+"""Encoders with bidirectional attention: BERT and its kind.
 
 They have no KV cache, so that each prompt is computed in one step, and give vectors alone.
 """
@@ -78,7 +78,7 @@ class Tensors:
         """Load them.
 
         Raises:
-            KeyError, ValueError: one is missing, or not what it should be.
+            KeyError, ValueError: a tensor is missing or wrong.
         """
         for name, shape in self._shapes.items():
             tensor = tensors[name]
@@ -88,7 +88,7 @@ class Tensors:
 
 
 class LayerNorm(Tensors):
-    """Layer normalisation (arXiv:1607.06450), with or without a bias."""
+    """Layer normalization (arXiv:1607.06450), with or without a bias."""
 
     def __init__(
         self, name: str, size: int, eps: float, context: ModelContext, *, bias: bool = True
@@ -99,19 +99,19 @@ class LayerNorm(Tensors):
         super().__init__({part: (size,) for part in self._names if part}, context)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., size], normalised over its last dimension."""
+        """Return x [..., size], normalized over its last dimension."""
         weight, bias = self._names
         shift = None if bias is None else self[bias]
         return F.layer_norm(x, (self._size,), self[weight], shift, self._eps)
 
 
 class EncoderModel(Model):
-    """Base of encoders: their layers, whose tensors are loaded and packed, and their attention."""
+    """Base class of encoders: layers, loading and packing of tensors, attention."""
 
     generates: ClassVar[bool] = False
     pooler: ClassVar[str] = "cls"
     prefix: ClassVar[str] = ""
-    """Before the names of all tensors but those of a head."""
+    """Before the names of all tensors except tensors of a head."""
 
     def __init__(self, context: ModelContext) -> None:
         """Read the sizes.

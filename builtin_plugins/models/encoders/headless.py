@@ -18,7 +18,7 @@ _PREFIX = "model."
 
 
 class WithoutHead(Llama):
-    """The layers of a decoder, whose tensors have no `model.` before their names."""
+    """The layers of a decoder; names of tensors have no prefix `model.`."""
 
     contract = 1
     replayable = True

@@ -77,7 +77,7 @@ class Gemma3Images(MediaFormat):
             raise fields.error("size", f"expected {size} x {size}, got {short(stated)}")
 
     def numbers(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return float32 [3, size, size] for what the processor made, as a tensor."""
+        """Return the processor's output as a tensor, float32 [3, size, size]."""
         return self._pixels.normalized(pixels)
 
 
@@ -106,7 +106,7 @@ class Gemma3WithImages(Gemma3):
         return Gemma3Images(config, {} if files is None else read_processor(files.path))
 
     def __init__(self, context: ModelContext) -> None:
-        """Create the layers; those of images are in the ranks that embed tokens alone.
+        """Create the layers; layers for images only in the ranks that embed tokens.
 
         Raises:
             ModelError: a field of the config is missing, invalid or not supported.
@@ -171,8 +171,12 @@ class Gemma3WithImages(Gemma3):
     def _layers(self) -> list[PackedLayer]:
         if not self.context.parallel.is_first:
             return super()._layers()
-        own: list[PackedLayer] = [*self._tower.layers(), self._soft_norm, self._projection]
-        return [*own, *super()._layers()]
+        vision_layers: list[PackedLayer] = [
+            *self._tower.layers(),
+            self._soft_norm,
+            self._projection,
+        ]
+        return [*vision_layers, *super()._layers()]
 
 
 def _stored(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The program that makes of an image what the encoder of Gemma 3 gets, in a limited process."""
+"""The image processor of Gemma 3, in a process with limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vision tower of SigLIP (Zhai et al., 2023), for models whose prompts have images."""
+"""The vision tower of SigLIP (Zhai et al., 2023), for models with images in prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_LAYERS = 1 << 10
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer: attention and MLP, each of what is normalised before."""
+    """A layer: attention and MLP with normalized inputs."""
 
     attention_norm: LayerNorm
     q: Affine
@@ -42,7 +42,7 @@ class SiglipTower:
     Attributes:
         image_size: pixels of a side.
         side: patches of a side.
-        hidden: width of what it gives for each patch.
+        hidden: width of its output for each patch.
         eps: epsilon of its norms.
     """
 

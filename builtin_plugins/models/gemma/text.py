@@ -18,8 +18,8 @@ from hardpoint.toolkit.layers import RMSNorm, RotaryEmbedding
 class _Gemma(TypedLayers):
     """Common to both.
 
-    The weights of norms are what is added to 1, embeddings are multiplied by the square root of
-    the hidden size, and the outputs of attention and MLP are normalised before they are added.
+    The weights of norms are added to 1, embeddings are multiplied by the square root of
+    the hidden size, and the outputs of attention and MLP are normalized before they are added.
     """
 
     contract = 1
@@ -100,7 +100,7 @@ class Gemma2(_Gemma):
 class Gemma3(_Gemma):
     """The text model of Gemma 3 (Gemma Team, 2025).
 
-    q and k are normalised per head, and layers with a window have rotary embeddings of their own.
+    q and k are normalized per head, and layers with a window have rotary embeddings of their own.
     """
 
     contract = 1

@@ -61,7 +61,7 @@ class QwenImages(MediaFormat):
         fields = ConfigFields(processor, "image processor")
         for name, value in (("patch_size", patch), ("merge_size", merge)):
             if processor and fields.whole(name, value) != value:
-                raise fields.error(name, f"expected {value}, that of the config")
+                raise fields.error(name, f"expected {value} as in the config")
         min_pixels, max_pixels = self._limits(fields)
         self._pixels = ProcessorSettings(processor, _BICUBIC, _MEAN, _STD)
         self.num_tokens = self._longest(min_pixels, max_pixels)

@@ -21,7 +21,7 @@ from .tower import DeepstackTower, QwenTower, WindowTower
 
 
 class MultiAxisRotaryEmbedding(RotaryEmbedding):
-    """Angles whose frequencies are divided among time, row and column (M-RoPE).
+    """Rotary angles with frequencies divided among time, row and column (M-RoPE).
 
     Each axis has a section of the frequencies, or every third one.
     """
@@ -95,7 +95,7 @@ def _are_sections(value: Any, total: int) -> bool:
 
 
 def _consecutive(sections: Sequence[int]) -> list[range]:
-    """Return the frequencies of row and column, which follow those of time."""
+    """Return the frequencies of row and column after the frequencies of time."""
     time, rows, columns = sections
     return [range(time, time + rows), range(time + rows, time + rows + columns)]
 
@@ -126,7 +126,7 @@ class _QwenVL(Llama):
         return QwenImages(config, processor, patch_size=cls.tower_class.patch_size)
 
     def __init__(self, context: ModelContext) -> None:
-        """Create the layers; those of images are in the ranks that embed tokens alone.
+        """Create the layers; layers for images only in the ranks that embed tokens.
 
         Raises:
             ModelError: a field of the config is missing, invalid or not supported.

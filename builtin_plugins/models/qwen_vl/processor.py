@@ -22,7 +22,7 @@ def start(settings: dict[str, Any]) -> Callable[[Any], tuple[tuple[int, ...], by
         ratio = max(width, height) / min(width, height)
         if ratio > settings["max_ratio"]:
             raise ValueError(
-                f"expected an image whose longer side is at most {settings['max_ratio']} times "
+                f"expected an image with a longer side of at most {settings['max_ratio']} times "
                 f"the shorter one, got {width} x {height}"
             )
         height, width = resized(height, width, **limits)

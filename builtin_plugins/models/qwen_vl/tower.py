@@ -104,7 +104,7 @@ class Merger:
             norm: norm of patches.
             inner: width of a square of patches.
             size: width of the text model.
-            merges_first: whether the norm is that of squares.
+            merges_first: whether squares are normalized.
         """
         self._norm, self._inner, self._merges_first = norm, inner, merges_first
         context = norm._context
@@ -270,7 +270,7 @@ class WindowTower(QwenTower):
         return self._merger(x)
 
     def _windows(self, image: torch.Tensor) -> Groups:
-        """Return the patches of each window, those of equal size together."""
+        """Return the patches of each window, windows of equal size together."""
         rows, columns = self._grid(image)
         indices = torch.arange(rows * columns, device=image.device)
         squares = indices.view(rows // self._merge, columns // self._merge, -1)
@@ -320,7 +320,7 @@ class DeepstackTower(QwenTower):
         return [*super().layers(), self._table, *mergers]
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, (1 + layers) * hidden_size]: embeddings, and those of each layer."""
+        """Return the embeddings and outputs of each layer, [tokens, (1 + layers) * hidden_size]."""
         x, angles = self._embedded(image), self._angles(image)
         x = x + self._learned(image).to(x.dtype)
         whole = [torch.arange(len(x), device=x.device)[None]]

@@ -1,4 +1,4 @@
-"""The attention interface of transformers, whose calls go to the attention of a step."""
+"""The attention interface of transformers; its calls go to the attention of a step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AttentionLayer:
     Attributes:
         path: name of its module.
         index: in `Model.kv_specs`.
-        spec: what the attention backend computes.
+        spec: parameters of the attention backend.
         value_size: elements of a value head; the smaller ones of it and the heads of queries and
             keys are padded with zeros.
         sinks: parameter of the module that `spec.sinks` has the values of; None is without.
@@ -65,7 +65,7 @@ class AttentionLayer:
     sinks: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
 
     def load_sinks(self) -> None:
-        """Write the loaded sinks of the module to those of the spec."""
+        """Write the loaded sinks of the module to the sinks of the spec."""
         if self.sinks is not None and self.spec.sinks is not None:
             self.spec.sinks.copy_(self.sinks())
 
@@ -78,7 +78,7 @@ class AttentionLayer:
             q, k = (nn.functional.pad(x, (0, size - x.shape[2])) for x in (q, k))
         if self.value_size < size:
             v = nn.functional.pad(v, (0, size - self.value_size))
-        # Backends take tokens whose heads are adjacent; those of rotated ones may not be.
+        # Backends take tokens with adjacent heads; rotated heads may not be adjacent.
         out = self.step.attend(self.index, q.contiguous(), k.contiguous(), v.contiguous())
         return out[..., : self.value_size].unsqueeze(0)
 
@@ -102,7 +102,7 @@ class Observer(Protocol):
 
 
 class _Observers(threading.local):
-    """Observers of the steps of a thread, of which the last one counts."""
+    """Observers of the steps of a thread; the last one counts."""
 
     def __init__(self) -> None:
         self.stack: list[Observer] = []
@@ -116,7 +116,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - the backend's is that of the spec
+    attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - the spec decides
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     layer: AttentionLayer = getattr(module, _SLOT)
@@ -153,8 +153,8 @@ def use(model: PreTrainedModel, implementation: str) -> None:
 
 
 def _configs(model: PreTrainedModel, name: str) -> list[Any]:
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    return [config for config in found if hasattr(config, name)]
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    return [config for config in configs if hasattr(config, name)]
 
 
 @contextlib.contextmanager
@@ -184,10 +184,10 @@ def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 
 
 class Specs:
-    """Observes what each layer needs of attention, and refuses what a `KVSpec` has no word for."""
+    """Observes the attention of each layer, and rejects features without a field in `KVSpec`."""
 
     def __init__(self, model: PreTrainedModel, step: SharedStep, max_model_len: int) -> None:
-        """`step` is what the layers will share."""
+        """`step`: the step that the layers will share."""
         self.layers: list[AttentionLayer] = []
         self.num_calls = 0
         self._step, self._longest = step, max_model_len
@@ -197,7 +197,7 @@ class Specs:
         self._masks: dict[int, tuple[str, int | None, torch.Tensor]] = {}
 
     def mask(self, mask: torch.Tensor, function: Callable[..., Any], window: int | None) -> None:
-        """Note what a mask is: causal, with a window, or another one."""
+        """Record the kind of a mask: causal, with a window, or another one."""
         kind = self.kind_of(function, window)
         self._masks[mask.untyped_storage().data_ptr()] = (kind, window, mask)
 
@@ -231,11 +231,11 @@ class Specs:
         sinks = self._sinks_of(path, module, arguments.get("s_aux"), heads)
         for name in sorted(arguments.keys() - _KNOWN):
             if isinstance(arguments[name], torch.Tensor):
-                what = "a tensor besides keys and values"
-                raise self.refused(path, what, f"{name} {list(arguments[name].shape)}")
+                problem = "a tensor besides keys and values"
+                raise self.refused(path, problem, f"{name} {list(arguments[name].shape)}")
         if k.shape != (1, kv_heads, tokens, size) or v.shape[:3] != (1, kv_heads, tokens):
             shapes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
-            raise self.refused(path, "other tokens than those of the step", shapes)
+            raise self.refused(path, "other tokens than in the step", shapes)
         if heads % kv_heads:
             raise self.refused(path, f"{heads} heads", f"{kv_heads} key and value heads")
         softcap = arguments.get("softcap")
@@ -267,27 +267,29 @@ class Specs:
         return list(DynamicCache(config=self._config).layers) if has_layers else []
 
     def check_unbounded(self, path: str, module: nn.Module) -> None:
-        """Refuse a layer without a window whose earlier tokens the cache of transformers drops."""
+        """Reject a layer without a window if the cache of transformers drops earlier tokens."""
         index = getattr(module, "layer_idx", len(self._cached))
         cached = self._cached[index : index + 1]
-        kept = getattr(cached[0], "sliding_window", None) if cached else None
-        if kept is not None and kept < self._longest:
-            what = "a cache of fewer tokens than its masks show"
-            raise self.refused(path, what, f"sliding_window {kept}")
+        cache_window = getattr(cached[0], "sliding_window", None) if cached else None
+        if cache_window is not None and cache_window < self._longest:
+            problem = "a cache of fewer tokens than its masks show"
+            raise self.refused(path, problem, f"sliding_window {cache_window}")
 
     def _sinks_of(
-        self, path: str, module: nn.Module, given: torch.Tensor | None, heads: int
+        self, path: str, module: nn.Module, sinks: torch.Tensor | None, heads: int
     ) -> Callable[[], torch.Tensor] | None:
         """Return how the sinks of a layer are read; None if it has none.
 
         Raises:
             ModelError: they are no parameter of the module, or not one number for each head.
         """
-        if given is None:
+        if sinks is None:
             return None
-        names = [name for name, own in module.named_parameters(recurse=False) if own is given]
-        if not names or given.shape != (heads,):
-            numbers = f"{list(given.shape)} numbers for {heads} heads"
+        names = [
+            name for name, parameter in module.named_parameters(recurse=False) if parameter is sinks
+        ]
+        if not names or sinks.shape != (heads,):
+            numbers = f"{list(sinks.shape)} numbers for {heads} heads"
             raise self.refused(path, "sinks (s_aux) that are no parameter of the layer", numbers)
         return lambda: getattr(module, names[0])
 
@@ -310,16 +312,16 @@ class Specs:
             ModelError: it is of another kind than the expected one.
         """
         place = mask.untyped_storage().data_ptr() if isinstance(mask, torch.Tensor) else 0
-        own: tuple[str, int | None, Any] = ("made by the model itself", None, mask)
-        kind, window, _ = self._masks.get(place, own)
+        default: tuple[str, int | None, Any] = ("made by the model itself", None, mask)
+        kind, window, _ = self._masks.get(place, default)
         if kind != expected:
             raise self.refused(path, "attention_mask", kind)
         return None if window is None else int(window)
 
-    def refused(self, path: str, what: str, value: Any) -> ModelError:
+    def refused(self, path: str, problem: str, value: Any) -> ModelError:
         """Return the error of a layer that needs something else."""
         return ModelError(
-            f"model: {self._name}, layer {path}: {what}: {value}: cannot be kept by attention "
+            f"model: {self._name}, layer {path}: {problem}: {value}: cannot be kept by attention "
             "over blocks, so that it cannot run through transformers"
         )
 
@@ -340,10 +342,12 @@ def _is_causal(function: Callable[..., Any], window: int | None) -> bool:
 
 
 def shows(function: Callable[..., Any], pairs: Sequence[tuple[int, int, bool]]) -> bool:
-    """Return whether a mask shows a query those keys, and hides the others, of (query, key)."""
+    """Return whether a mask shows or hides each pair (query, key) as stated."""
     zero = torch.tensor(0)
     try:
-        found = [bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) for q, k, _ in pairs]
+        visible = [
+            bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) for q, k, _ in pairs
+        ]
     except (IndexError, RuntimeError):
         return False
-    return found == [expected for *_, expected in pairs]
+    return visible == [expected for *_, expected in pairs]

@@ -28,14 +28,14 @@ ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Ends of the names of architectures that generate text."""
 
 ENCODER, CLASSIFIER = "transformers_encoder", "transformers_classifier"
-"""Names of the plugins of encoders: those for vectors, and those with a head that classifies."""
+"""Names of the encoder plugins: for vectors, and for models with a classification head."""
 
 _STATES = (nn.Conv1d, nn.RNNBase)
 """Modules of decoders that mix tokens besides attention: they have a state per sequence."""
 
 
 _AROUND = ("transformers.modeling_layers", "transformers.utils.deprecation")
-"""Modules of transformers whose decorators change nothing in a step without gradients."""
+"""Modules of transformers with decorators that change nothing in a step without gradients."""
 
 _BIASES = ("alibi", "position_bias")
 """Parameters of attention that adds biases of positions to its scores."""
@@ -52,7 +52,7 @@ def has_architecture(name: str) -> bool:
 def plugin_of(name: str) -> str | None:
     """Return the plugin that computes an architecture by its class of transformers.
 
-    Encoders are what can fill in tokens that are masked, without that head.
+    Encoders are models that can fill in masked tokens, without that head.
     """
     if has_architecture(name):
         return "transformers"
@@ -105,10 +105,10 @@ def build_encoder(context: ModelContext) -> PreTrainedModel:
     name = context.config.architecture
     if plugin_of(name) not in (ENCODER, CLASSIFIER):
         raise ModelError(f"model: transformers {transformers.__version__} has no encoder {name}")
-    # What only heads read, checkpoints for vectors may not have.
-    found = inspect.signature(getattr(transformers, name).__init__).parameters
-    given = {"add_pooling_layer": False} if "add_pooling_layer" in found else {}
-    model = _made(context, **given)
+    # Checkpoints for vectors may lack tensors that only heads read.
+    parameters = inspect.signature(getattr(transformers, name).__init__).parameters
+    arguments = {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
+    model = _made(context, **arguments)
     takes = inspect.signature(type(body(model)).forward).parameters
     if model.config.get_text_config() is not model.config or "pixel_values" in takes:
         raise ModelError(f"model: {name} has inputs besides text, as no encoder here has")
@@ -185,7 +185,7 @@ def _refuse_lengths(config: Any, name: str, max_model_len: int) -> None:
 def body(model: PreTrainedModel) -> PreTrainedModel:
     """Return the modules without the head; the model itself if they are not apart."""
     base = model.base_model
-    if base is model:  # the prefix is that of a larger model, of which this one is a part
+    if base is model:  # the prefix of a larger model, which contains this one
         base = getattr(model, "model", model)
     return base if isinstance(base, PreTrainedModel) else model
 
@@ -194,8 +194,8 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
     """Return the modules between tokens and the last hidden states."""
     base = body(model)
     part = base.get_decoder() if hasattr(base, "get_decoder") else base
-    found = part if isinstance(part, PreTrainedModel) else base
-    return found
+    text_model = part if isinstance(part, PreTrainedModel) else base
+    return text_model
 
 
 def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -268,7 +268,7 @@ def _refuse_own_positions(part: PreTrainedModel, name: str) -> None:
 
 
 def _unwrap_layers(model: PreTrainedModel) -> None:
-    """Call the layers without what transformers does around calls for training and for old names.
+    """Call the layers without transformers' wrappers for training and for old names.
 
     It takes a few percent of a step of one token.
     """
@@ -289,10 +289,10 @@ def _fill_buffers(model: PreTrainedModel) -> None:
             fill(child, owner)
         names = module._non_persistent_buffers_set
         buffers = {name: buffer for name, buffer in module._buffers.items() if name in names}
-        found = {name: buffer for name, buffer in buffers.items() if buffer is not None}
-        for name, buffer in found.items():
+        missing = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        for name, buffer in missing.items():
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
-        if found:
+        if missing:
             owner._init_weights(module)
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A step with attention as backends get it, compared with that of transformers itself."""
+"""Compare attention through our backends with attention of transformers itself."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def compare(
 ) -> None:
     """Compare attention layer by layer in float32, then the logits of two prompts in one batch.
 
-    These are compared with those of each alone, and of the prompts in another order.
+    These are compared with the states of each alone, and of the prompts in another order.
 
     Args:
         model: the modules, with weights.
-        step: what their attention layers share.
+        step: data that their attention layers share.
         hidden: returns hidden states of token ids and positions.
         logits: returns logits of hidden states.
         context: the context of the model.
-        attention: computes that of one sequence; by default it is causal.
+        attention: computes the attention of one sequence; by default it is causal.
 
     Raises:
         ModelError: they differ: the modules use something that attention does not get, or mix the
@@ -69,24 +69,24 @@ def compare(
     step.attend = _Reference(model, length, attention)
     both, swapped = (hidden(x, positions.repeat(2)) for x in (ids, ids.roll(length)))
     step.attend = None
-    found, other = logits(both), logits(swapped).roll(length, 0)
-    shares = (found - expected).norm() / expected.norm().clamp_min(_TINY)
+    actual, other = logits(both), logits(swapped).roll(length, 0)
+    shares = (actual - expected).norm() / expected.norm().clamp_min(_TINY)
     limit = _SHARES.get(context.dtype, _SHARE)
     _check(shares, limit, "than eager attention of transformers gives each", context)
-    shares = (other - found).norm(dim=-1) / found.norm(dim=-1).clamp_min(_TINY)
+    shares = (other - actual).norm(dim=-1) / actual.norm(dim=-1).clamp_min(_TINY)
     _check(shares, _SHARES.get(context.dtype, _MIXED), "than in another order", context)
 
 
-def check_classes(found: torch.Tensor, expected: torch.Tensor, context: ModelContext) -> None:
-    """Compare the logits of classes with those of transformers.
+def check_classes(actual: torch.Tensor, expected: torch.Tensor, context: ModelContext) -> None:
+    """Compare the logits of classes with the logits of transformers.
 
     Raises:
         ModelError: they differ: a head reads something besides the vector of a prompt.
     """
-    share = float((found - expected).norm() / expected.norm().clamp_min(_TINY))
+    share = float((actual - expected).norm() / expected.norm().clamp_min(_TINY))
     if not share <= _SHARES.get(context.dtype, _SHARE):  # NaN too
         raise ModelError(
-            f"model: {context.config.architecture}: the logits of its classes differ from those of "
+            f"model: {context.config.architecture}: the logits of its classes differ from "
             f"transformers by {share:.2g} of their length: its head reads something besides the "
             "vector of a prompt, so that it cannot run through transformers"
         )
@@ -98,7 +98,7 @@ def _check(shares: torch.Tensor, limit: float, than: str, context: ModelContext)
     Args:
         shares: lengths of differences, per length of the logits.
         limit: largest share that roundings may make.
-        than: with what they were compared.
+        than: basis of the comparison.
     """
     share = float(shares.max())
     if not share <= limit:  # NaN too
@@ -110,7 +110,7 @@ def _check(shares: torch.Tensor, limit: float, than: str, context: ModelContext)
 
 
 class _Compared:
-    """Compares the attention of each layer with that of its own module, in float32."""
+    """Compares the attention of each layer with its own module, in float32."""
 
     def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
         self._name, self._attention = type(model).__name__, attention
@@ -142,12 +142,12 @@ class _Compared:
         q, k, v = q.float(), k.float(), v.float()
         mask = None if mask is None else mask.float()
         expected: torch.Tensor = eager(module, q, k, v, mask, **arguments)[0]
-        found = self._attention(layer.spec, *(x[0].transpose(0, 1) for x in (q, k, v)))[None]
-        largest = float((found - expected).abs().max())
+        actual = self._attention(layer.spec, *(x[0].transpose(0, 1) for x in (q, k, v)))[None]
+        largest = float((actual - expected).abs().max())
         if not largest <= _LARGEST * max(1.0, float(expected.abs().max())):
             raise ModelError(
                 f"model: {self._name}, layer {layer.path}: eager attention of transformers differs "
-                f"by {largest:.3g} from what it was observed to need, {layer.spec}: it uses "
+                f"by {largest:.3g} from the observed settings, {layer.spec}: it uses "
                 f"something else besides ({', '.join(_given(arguments))})"
             )
         return expected.to(dtype)
@@ -163,11 +163,11 @@ def attend(
     """Return attention [tokens, heads, size of v] of one sequence, in the dtype of q.
 
     Args:
-        spec: what its layer needs.
+        spec: parameters of its layer.
         q: queries [tokens, heads, size].
         k: keys.
         v: values.
-        both_ways: tokens see those after them, too.
+        both_ways: attention is bidirectional.
     """
     groups = spec.num_heads // spec.num_kv_heads
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _COLUMNS, _ROWS, _PACKED = "colwise", "rowwise", "packed_colwise"
 _EXPERTS, _OWNER = "moe_tp_experts", "local_params"
-"""Modules whose own tensors are divided: experts, whose results the ranks add up, and others."""
+"""Modules with divided tensors of their own: experts, which the ranks sum, and others."""
 _WHOLE = ("", "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 """Each rank has all; the last two differ in gradients alone."""
 _TABLE = "embedding_rowwise"
@@ -28,15 +28,15 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 """Heads that give all logits, as ours do."""
 _KNOWN = (*_WHOLE, _COLUMNS, _ROWS, _PACKED, _EXPERTS, _OWNER, _TABLE)
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
-"""Matrices whose rows are heads."""
+"""Matrices with heads as rows."""
 _HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key and value heads"}
 
 
 class ShardingPlan:
     """How ranks divide the modules of a model; not at all, if there is one rank.
 
-    A rank has some rows of a "colwise" matrix, and some columns of a "rowwise" one, whose results
-    the ranks add up. Stacked experts are divided in the same way, each of them.
+    A rank has some rows of a "colwise" matrix, and some columns of a "rowwise" one; the ranks sum
+    the results of the latter. Stacked experts are divided in the same way, each of them.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class ShardingPlan:
                 raise self._refused(path, style)
         keys = {name.rpartition(".")[2] for name, style in self._plan.items() if style == _COLUMNS}
         config = model.config.get_text_config()
-        for field, what in _HEADS.items() if keys & set(_KEYS) else ():
+        for field, noun in _HEADS.items() if keys & set(_KEYS) else ():
             if isinstance(count := getattr(config, field, None), int):
-                parallel.share(count, what)
+                parallel.share(count, noun)
 
     def of_linear(self, path: str, shape: tuple[int, int]) -> tuple[range, range]:
         """Return the rows and columns that this rank has of a matrix.
@@ -94,19 +94,19 @@ class ShardingPlan:
             ModelError: it does not divide, or the plan has something else.
         """
         module = name.rpartition(".")[0]
-        own, of_module = self._style(name), self._style(module)
+        style_of_tensor, of_module = self._style(name), self._style(module)
         if of_module not in (_EXPERTS, _OWNER):
-            for path, style in ((name, own), (module, of_module)):
+            for path, style in ((name, style_of_tensor), (module, of_module)):
                 if style not in (*_WHOLE, _TABLE):
                     raise self._refused(path, style)
             return None
-        if own in _WHOLE and of_module == _OWNER:
+        if style_of_tensor in _WHOLE and of_module == _OWNER:
             return None
-        dim = len(shape) - (1 if own == _ROWS or len(shape) == 1 else 2)
-        parts = 2 if own == _PACKED else 1
-        is_known = own in (_COLUMNS, _ROWS, _PACKED)
+        dim = len(shape) - (1 if style_of_tensor == _ROWS or len(shape) == 1 else 2)
+        parts = 2 if style_of_tensor == _PACKED else 1
+        is_known = style_of_tensor in (_COLUMNS, _ROWS, _PACKED)
         if not is_known or len(shape) != (3 if of_module == _EXPERTS else 1) or shape[dim] % parts:
-            raise self._refused(name, own)
+            raise self._refused(name, style_of_tensor)
         size = shape[dim] // parts
         mine = self._parallel.share(size, f"rows or columns of {name}")
         first, *more = [

@@ -1,4 +1,4 @@
-"""Encoders of transformers, and their heads that classify: tokens see those after them, too."""
+"""Encoders of transformers with bidirectional attention, and their classification heads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _both_ways = functools.partial(comparison.attend, both_ways=True)
 
 
 class SpecsBothWays(Specs):
-    """Observes what each layer needs of attention within a sequence; it has no cache."""
+    """Observes the attention of each layer within a sequence, without a cache."""
 
     def kind_of(self, function: Callable[..., Any], window: int | None) -> str:
         """Return the kind of a mask, by its function and the largest distance stated."""
@@ -36,10 +36,10 @@ class SpecsBothWays(Specs):
         pairs = [(far, 0, True), (0, far, True), (0, 0, True)]
         pairs += [(0, far + 1, window is None), (far + 1, 0, window is None)]
         is_one = shows(function, pairs)
-        return _BOTH_WAYS if is_one else "neither of all tokens nor of those near"
+        return _BOTH_WAYS if is_one else "neither of all tokens nor of near ones"
 
     def attended(self, module: nn.Module, *args: Any) -> torch.Tensor:
-        """Add a layer; one that is shared is called several times.
+        """Add a layer; a shared layer is called several times.
 
         Raises:
             ModelError: it needs something that cannot be kept.
@@ -49,9 +49,9 @@ class SpecsBothWays(Specs):
         layer = layer_of(module)
         if earlier is not None and earlier.spec != layer.spec:
             raise self.refused(layer.path, "attention of a shared layer", "differs between calls")
-        for what in ("sinks", "softcap"):
-            if (value := getattr(layer.spec, what)) is not None:
-                raise self.refused(layer.path, what, value)
+        for field in ("sinks", "softcap"):
+            if (value := getattr(layer.spec, field)) is not None:
+                raise self.refused(layer.path, field, value)
         return result
 
     def called_again(self, path: str) -> None:
@@ -64,7 +64,7 @@ class SpecsBothWays(Specs):
         """Return the window of a layer, tokens at smaller distances; None if it has none.
 
         Raises:
-            ModelError: its tokens do not see those after them, or the mask is another one.
+            ModelError: its attention is not bidirectional, or the mask is another one.
         """
         if getattr(module, "is_causal", False):
             raise self.refused(path, "tokens that do not see later ones", "is_causal = True")
@@ -73,10 +73,10 @@ class SpecsBothWays(Specs):
         window = self.window_of_mask(path, mask, _BOTH_WAYS)
         return None if window is None else window + 1
 
-    def refused(self, path: str, what: str, value: Any) -> ModelError:
+    def refused(self, path: str, problem: str, value: Any) -> ModelError:
         """Return the error of a layer that needs something else."""
         return ModelError(
-            f"model: {self._name}, layer {path}: {what}: {value}: cannot be kept by attention "
+            f"model: {self._name}, layer {path}: {problem}: {value}: cannot be kept by attention "
             "within prompts, so that it cannot run through transformers"
         )
 
@@ -95,11 +95,11 @@ class EncoderThroughTransformers(ThroughTransformers):
     pooler: ClassVar[str] = "cls"
     token_types: ClassVar[bool] = True
 
-    def _build(self, kept: list[str]) -> None:
+    def _build(self, excluded: list[str]) -> None:
         model = build_encoder(self.context)
-        self._set_modules(model, body(model), kept)
+        self._set_modules(model, body(model), excluded)
         self._takes = set(inspect.signature(type(self._part).forward).parameters)
-        # ESM scales what is embedded by the share of masked tokens in a prompt.
+        # ESM scales the embeddings by the share of masked tokens in a prompt.
         scales = getattr(self._part.config, "token_dropout", False)
         self._one_batch = "position_ids" in self._takes and not scales
 
@@ -124,12 +124,12 @@ class EncoderThroughTransformers(ThroughTransformers):
         if self._one_batch:
             self._starts = starts
             return self._hidden(ids, positions, types)
-        found: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         for first, end in itertools.pairwise(starts):
             self._starts = [0, end - first]
-            own = None if types is None else types[first:end]
-            found.append(self._hidden(ids[first:end], positions[first:end], own))
-        return torch.cat(found)
+            type_ids = None if types is None else types[first:end]
+            parts.append(self._hidden(ids[first:end], positions[first:end], type_ids))
+        return torch.cat(parts)
 
     def _hidden(
         self, token_ids: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None = None
@@ -192,7 +192,7 @@ class EncoderThroughTransformers(ThroughTransformers):
             self._one_batch = False
             comparison.compare(*parts)
             _log.info(
-                "model: %s gets one prompt after another: its modules mix those of a batch",
+                "model: %s gets one prompt after another: its modules mix the prompts of a batch",
                 self.context.config.architecture,
             )
 
@@ -204,8 +204,8 @@ class ClassifierThroughTransformers(EncoderThroughTransformers):
     is_architecture = False
     classifies: ClassVar[bool] = True
 
-    def _build(self, kept: list[str]) -> None:
-        super()._build(kept)
+    def _build(self, excluded: list[str]) -> None:
+        super()._build(excluded)
         self._pooling: nn.Module | None = getattr(self._part, "pooler", None)
         self._rest()
         self._intercept_base()
@@ -237,46 +237,48 @@ class ClassifierThroughTransformers(EncoderThroughTransformers):
             self._given = None
         return logits
 
-    def _result(self, given: torch.Tensor) -> Hidden:
+    def _result(self, hidden: torch.Tensor) -> Hidden:
         if self._pooling is None:
-            return Hidden(given)
+            return Hidden(hidden)
         activation = getattr(self._part, "pooler_activation", None)  # ALBERT's
         if activation is not None:
-            return Hidden(given, activation(self._pooling(given[:, 0])))
-        return Hidden(given, self._pooling(given))
+            return Hidden(hidden, activation(self._pooling(hidden[:, 0])))
+        return Hidden(hidden, self._pooling(hidden))
 
     def _dry_head(self) -> None:
-        """Look at what the first matrix after the body reads.
+        """Run the head, and observe the input of its first matrix.
 
         Raises:
-            ModelError: it is not what requests pool.
+            ModelError: it is not the input of poolers.
         """
         super()._dry_head()
         generator = torch.Generator().manual_seed(0)
-        given = torch.randn(1, _TOKENS, self.hidden_size, generator=generator)
-        given = given.to(self.context.dtype)
+        hidden = torch.randn(1, _TOKENS, self.hidden_size, generator=generator)
+        hidden = hidden.to(self.context.dtype)
         modules = {*self._model.modules(), *self._pooling_modules()}
-        matrices: list[nn.Module] = [one for one in modules if isinstance(one, PackedLinear)]
+        matrices: list[nn.Module] = [
+            module for module in modules if isinstance(module, PackedLinear)
+        ]
         seen: list[torch.Tensor] = []
         for matrix in matrices:
             matrix.forward = functools.partial(_noting, seen, matrix.forward)
-        self._classes(given)
+        self._classes(hidden)
         for matrix in matrices:
             del matrix.forward
-        known = {"cls": given[:, 0], "mean": given.mean(1)}
+        known = {"cls": hidden[:, 0], "mean": hidden.mean(1)}
         read = [n for n, x in known.items() if x.shape == seen[0].shape and x.allclose(seen[0])]
         expected = self.context.config.hf.get("classifier_pooling", self.pooler)
         if read != [expected]:
-            what = read[0] if read else f"{list(seen[0].shape)} of {list(given.shape)}"
+            source = read[0] if read else f"{list(seen[0].shape)} of {list(hidden.shape)}"
             raise ModelError(
-                f"model: {self.context.config.architecture}: its head reads {what} of the hidden "
-                f"states, and classifier_pooling is {expected!r}: expected that of the first token "
+                f"model: {self.context.config.architecture}: its head reads {source} of the hidden "
+                f"states, and classifier_pooling is {expected!r}: expected the first token "
                 "(cls) or the mean, so that it cannot run through transformers"
             )
 
     def _compare_step(self) -> None:
         super()._compare_step()
-        # By the token of padding, some bodies count positions; those of steps are given.
+        # Some bodies count positions by the padding token; positions of steps are given.
         pad, length = self._part.config.pad_token_id, min(_TOKENS, self.context.max_model_len)
         known = [token for token in range(_TOKENS + 1) if token != pad]
         ids = torch.tensor(known[:length], device=self.context.device)

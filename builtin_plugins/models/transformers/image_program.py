@@ -63,5 +63,5 @@ def _processor(folder: str) -> Any:
     options = {"local_files_only": True, "trust_remote_code": False}
     images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
     processor = transformers.AutoProcessor.from_pretrained(folder, **options)
-    processor.image_processor = images  # that of Pillow, whether torchvision is installed or not
+    processor.image_processor = images  # even if torchvision is installed
     return processor

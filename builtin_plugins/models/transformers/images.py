@@ -26,7 +26,7 @@ from .layers import Plain
 from .names import StoredNames
 
 FAMILIES = ("idefics3", "internvl", "llava", "smolvlm")
-"""Values of `model_type` of models whose images are tokens of one axis, embedded by a tower."""
+"""Values of `model_type` of models with image tokens of one axis, embedded by a tower."""
 
 _VERSION = 1  # of the tokens and arrays of an image
 _MAX_ITEM_BYTES = 1 << 28
@@ -49,7 +49,7 @@ class ProcessorImages(MediaFormat):
     encode_bytes = _TOWER_BYTES
 
     def __init__(self, config: ModelConfig, files: ModelFiles) -> None:
-        """Read the token of an image, and what identifies the processor.
+        """Read the image token, and the identity of the processor.
 
         Raises:
             ModelError: the files of the model have none.
@@ -216,7 +216,7 @@ class ImageTower:
 
         Args:
             item: result of the program.
-            table: embeds the other tokens among those of the image.
+            table: embeds the other tokens of the image.
 
         Raises:
             ValueError: the tower gives more or fewer embeddings than tokens.
@@ -248,7 +248,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _without_text(whole: PreTrainedModel) -> Any:
-    """Return the body of a model whose part for text and whose head are removed."""
+    """Return the body of a model without its text model and head."""
     base, part = body(whole), text_part(whole)
     path = next(path for path, module in base.named_modules() if module is part)
     delattr(base, path.partition(".")[0])

@@ -1,4 +1,4 @@
-"""Modules in the place of those of transformers, whose weights are packed for the operations."""
+"""Modules that replace modules of transformers, with weights packed for the operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS = 3
 
 
 class WeightReadError(ModelError):
-    """A module computes with the weight of another one, whose layer is replaced."""
+    """A module computes with the weight of another module, which has been replaced."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(
@@ -37,9 +37,9 @@ class _Absent(torch.Tensor):
 
     @staticmethod
     def of(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> _Absent:
-        found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Absent)
-        found._device = device
-        return found
+        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Absent)
+        tensor._device = device
+        return tensor
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # torch's own cannot be written
@@ -54,12 +54,12 @@ class _Absent(torch.Tensor):
         Raises:
             WeightReadError: always.
         """
-        given = [*args, *(kwargs or {}).values()]
-        raise WeightReadError(next(x for x in given if isinstance(x, cls)))
+        values = [*args, *(kwargs or {}).values()]
+        raise WeightReadError(next(x for x in values if isinstance(x, cls)))
 
 
 class _Called(nn.Module):
-    """A module that is called without what `nn.Module` does around calls, which takes its time."""
+    """A module called without the wrappers of `nn.Module`, because they take time."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.forward(x)
@@ -108,7 +108,7 @@ class PackedEmbedding(_Called):
     def __init__(
         self, table: Embedding, shape: tuple[int, int], step: SharedStep, dtype: torch.dtype
     ) -> None:
-        """`shape` is that of the table; the others are as in `PackedLinear`."""
+        """`shape`: shape of the table; the others are as in `PackedLinear`."""
         super().__init__()
         self.table = table
         self.num_embeddings, self.embedding_dim = shape
@@ -124,7 +124,7 @@ class PackedEmbedding(_Called):
 
 
 class PackedNorm(_Called):
-    """Root mean square normalisation by the operations of the engine."""
+    """Root mean square normalization by the operations of the engine."""
 
     def __init__(self, norm: RMSNorm, size: int, step: SharedStep) -> None:
         """`norm` computes it, of `size` elements; `step` has whether there are weights yet."""
@@ -132,7 +132,7 @@ class PackedNorm(_Called):
         self.norm, self._size, self._step = norm, size, step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., size], normalised over its last dimension."""
+        """Return x [..., size], normalized over its last dimension."""
         if self._step.is_dry:
             _check_columns(x, self._size)
             return x
@@ -140,13 +140,13 @@ class PackedNorm(_Called):
 
 
 def _check_columns(x: torch.Tensor, columns: int) -> None:
-    """Check what a layer is given, which may be divided in another way than the layer."""
+    """Check the input of a layer, which may be sharded in another way than the layer."""
     if x.shape[-1] != columns:
         raise ValueError(f"a layer of {columns} columns is given {x.shape[-1]}")
 
 
 class Transposed:
-    """A linear layer whose matrix checkpoints have with its columns first, as GPT-2's do."""
+    """A linear layer with a transposed matrix in checkpoints, such as GPT-2's."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
@@ -169,13 +169,13 @@ class Transposed:
 
 
 class TiedHead:
-    """A head with a bias, of which tensors are also others of the model: the table of tokens."""
+    """A head with a bias, with tensors tied to the table of tokens."""
 
     def __init__(self, linear: Linear, stored: Mapping[str, str]) -> None:
         """Describe it.
 
         Args:
-            stored: names in checkpoints of the tensors that are its own, by those of `linear`.
+            stored: names in checkpoints of its own tensors, by the names in `linear`.
         """
         self.linear, self._stored = linear, stored
 
@@ -186,7 +186,9 @@ class TiedHead:
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load one of them."""
-        self.linear.load(next(own for own, of in self._stored.items() if of == name), tensor)
+        self.linear.load(
+            next(stored_name for stored_name, of in self._stored.items() if of == name), tensor
+        )
 
     def packed(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrix and the bias."""
@@ -238,7 +240,7 @@ class Plain:
         return torch.empty(self._shape, dtype=self._dtype, device=self._context.device)
 
     def use(self, tensor: torch.Tensor) -> None:
-        """Use one that `empty` returned."""
+        """Use a tensor from `empty`."""
         self._put(tensor)
 
     def packed(self) -> dict[str, torch.Tensor]:
@@ -250,7 +252,7 @@ class Plain:
         """Load it.
 
         Raises:
-            KeyError, ValueError: it is missing, or not what it should be.
+            KeyError, ValueError: it is missing or wrong.
         """
         tensor = tensors[self._name]
         if tuple(tensor.shape) != self._shape or tensor.dtype != self._dtype:
@@ -267,8 +269,8 @@ class Plain:
 
 def cut(tensor: torch.Tensor, cuts: Mapping[str, Cut], name: str) -> torch.Tensor:
     """Return the part of a tensor that this rank has."""
-    found: torch.Tensor = cuts[name].of(tensor) if name in cuts else tensor
-    return found
+    part: torch.Tensor = cuts[name].of(tensor) if name in cuts else tensor
+    return part
 
 
 @dataclass(frozen=True)
@@ -305,13 +307,13 @@ def read_norm(module: nn.Module) -> Norm | None:
     trial = torch.randn(len(weight), generator=generator)
     try:
         with torch.inference_mode():
-            found = torch.func.functional_call(module, {"weight": trial}, (x,))
+            result = torch.func.functional_call(module, {"weight": trial}, (x,))
     except (RuntimeError, TypeError):  # it takes something else
         return None
     normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     for offset in (0.0, 1.0):
-        if found.shape == x.shape and torch.allclose(
-            found, normalised * (trial + offset), rtol=1e-4, atol=1e-5
+        if result.shape == x.shape and torch.allclose(
+            result, normalised * (trial + offset), rtol=1e-4, atol=1e-5
         ):
             return Norm(len(weight), eps, offset, weight.dtype)
     return None

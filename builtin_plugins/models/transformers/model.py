@@ -39,8 +39,8 @@ _DRY_TOKENS = 4
 class ThroughTransformers(Model):
     """Modules of transformers over the KV cache of the engine.
 
-    Their attention is that of the engine's backend, their products those of its operations. What
-    each layer needs of attention is observed in a step without weights.
+    Attention runs in the engine's backend, and products in its operations. The
+    attention of each layer is observed in a step without weights.
     """
 
     contract = 1
@@ -49,12 +49,12 @@ class ThroughTransformers(Model):
 
     @classmethod
     def implementation(cls, architecture: str) -> str | None:
-        """Return the name of this plugin, or of that of encoders, for classes of transformers."""
+        """Return the name of this plugin, or of the encoder plugin, for classes of transformers."""
         return plugin_of(architecture)
 
     @classmethod
     def media_format(cls, config: ModelConfig, files: ModelFiles | None) -> MediaFormat | None:
-        """Return the format of images of the families whose images are read; None for others.
+        """Return the image format of a supported family; None for others.
 
         Raises:
             ModelError: the files of the model have no token of images.
@@ -62,10 +62,10 @@ class ThroughTransformers(Model):
         return images_of(config, files)
 
     def __init__(self, context: ModelContext) -> None:
-        """Build the modules, and observe what their attention needs.
+        """Build the modules, and observe their attention.
 
         Raises:
-            ModelError: they cannot run over a KV cache of blocks, naming layer, what and value.
+            ModelError: they cannot run over a KV cache of blocks, naming layer, problem and value.
         """
         super().__init__(context)
         self._step = SharedStep(context.device)
@@ -73,25 +73,27 @@ class ThroughTransformers(Model):
         self._tower = ImageTower(context) if is_first and has_images(context.config.hf) else None
         self._given: torch.Tensor | None = None
         self._first_position = 0
-        kept: list[str] = []
+        excluded: list[str] = []
         while True:
-            self._build(kept)
+            self._build(excluded)
             try:
                 self._layers = self._observe()
                 return
             except WeightReadError as read:
-                kept.append(self._modules.path_of(read.weight))
+                excluded.append(self._modules.path_of(read.weight))
 
-    def _build(self, kept: list[str]) -> None:
+    def _build(self, excluded: list[str]) -> None:
         model = build(self.context)
-        self._set_modules(model, text_part(model), kept)
+        self._set_modules(model, text_part(model), excluded)
         self._intercept_base()
 
-    def _set_modules(self, model: PreTrainedModel, part: PreTrainedModel, kept: list[str]) -> None:
+    def _set_modules(
+        self, model: PreTrainedModel, part: PreTrainedModel, excluded: list[str]
+    ) -> None:
         """Set the modules, and the part of them that runs; their layers become ours."""
         self.context.hooks.matrices.clear()
         self._model, self._part = model, part
-        self._modules = Modules(model, self.context, self._step, kept)
+        self._modules = Modules(model, self.context, self._step, excluded)
         self._modules.check()
 
     @property
@@ -182,8 +184,8 @@ class ThroughTransformers(Model):
         if self._first_position:
             positions = positions + self._first_position
         tokens = self._tokens(token_ids)
-        found = self._part(**tokens, position_ids=positions.unsqueeze(0), use_cache=False)
-        hidden: torch.Tensor = found[0][0]
+        outputs = self._part(**tokens, position_ids=positions.unsqueeze(0), use_cache=False)
+        hidden: torch.Tensor = outputs[0][0]
         return hidden
 
     def _tokens(self, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -208,8 +210,8 @@ class ThroughTransformers(Model):
 
         return forward
 
-    def _result(self, given: torch.Tensor) -> Hidden:
-        return Hidden(given)
+    def _result(self, hidden: torch.Tensor) -> Hidden:
+        return Hidden(hidden)
 
     def _observe(self) -> list[AttentionLayer]:
         """Return the attention layers, from a step without weights.
@@ -264,7 +266,7 @@ class ThroughTransformers(Model):
         for path, modules in text_modules(self._model):
             for number, layer in enumerate(modules if isinstance(modules, nn.ModuleList) else ()):
                 prefix = f"{path}.{number}."
-                if not any(one.startswith(prefix) for one in observed):
+                if not any(prefix_of.startswith(prefix) for prefix_of in observed):
                     return f"{path}.{number} ({', '.join(_kinds(layer))})"
         return "the others"
 
@@ -278,23 +280,28 @@ class ThroughTransformers(Model):
         ids = torch.full((1, _DRY_TOKENS), 1 if pad == 0 else 0)
         one_by_one = torch.arange(_DRY_TOKENS).unsqueeze(0)
         counted: list[torch.Tensor] = []
-        given: list[torch.Tensor] = []
-        for found, positions in ((counted, {}), (given, {"position_ids": one_by_one})):
+        explicit: list[torch.Tensor] = []
+        for received, positions in ((counted, {}), (explicit, {"position_ids": one_by_one})):
             hooks = [
-                module.register_forward_pre_hook(lambda _, args, found=found: found.append(args[0]))
+                module.register_forward_pre_hook(
+                    lambda _, args, received=received: received.append(args[0])
+                )
                 for module in self._part.modules()
                 if isinstance(module, nn.Embedding)
             ]
             self._part(input_ids=ids, use_cache=False, **positions)
             for hook in hooks:
                 hook.remove()
-        pairs = zip(counted, given, strict=True)
-        shifts = {tuple((own - of_given).flatten().tolist()) for own, of_given in pairs}
+        pairs = zip(counted, explicit, strict=True)
+        shifts = {
+            tuple((counted_positions - of_given).flatten().tolist())
+            for counted_positions, of_given in pairs
+        }
         first = {shift[0] for shift in shifts if any(shift)}
         if len(first) > 1 or any(len(set(shift)) > 1 for shift in shifts):
             raise ModelError(
                 f"model: {self.context.config.architecture} counts positions otherwise than one by "
-                f"one, {sorted(shifts)} besides those of a step, and cannot run through "
+                f"one, {sorted(shifts)} besides the positions of a step, and cannot run through "
                 "transformers"
             )
         return int(first.pop()) if first else 0
@@ -328,7 +335,7 @@ def _kinds(layer: nn.Module) -> list[str]:
 
 
 class Hidden:
-    """The result of a model's body: last hidden states, and nothing of what else there may be."""
+    """The result of a model's body: the last hidden states, and nothing else."""
 
     def __init__(self, hidden: torch.Tensor, pooled: Any = ()) -> None:
         self.last_hidden_state, self.pooler_output = hidden, pooled

@@ -44,17 +44,21 @@ from .names import StoredNames
 class Modules:
     """The layers that have the weights of a model of transformers, which it replaces in it.
 
-    Products and the table of tokens are those of the engine's operations; other tensors stay with
+    Products and the table of tokens run in the engine's operations; other tensors stay with
     the modules that read them.
     """
 
     def __init__(
-        self, model: PreTrainedModel, context: ModelContext, step: SharedStep, kept: Collection[str]
+        self,
+        model: PreTrainedModel,
+        context: ModelContext,
+        step: SharedStep,
+        excluded: Collection[str],
     ) -> None:
         """Replace the modules of a model that has no weights yet.
 
         Args:
-            kept: names of modules that are not replaced.
+            excluded: names of modules that are not replaced.
 
         Raises:
             ModelError: a tensor of it has no place in checkpoints.
@@ -74,7 +78,7 @@ class Modules:
         self._table: torch.Tensor | None = None  # of a head that shares it, until that is loaded
         self._head_name = self._find(model.get_output_embeddings())
         self._division = ShardingPlan(model, context.parallel, tensors, self._head_name)
-        self._replace_modules(kept)
+        self._replace_modules(excluded)
         self._keep_tensors(tensors)
         self._owners = {n: layer for layer in self._stored() for n in layer.shapes()}
         for name, part in weight_cuts(self._stored()).items():
@@ -84,13 +88,13 @@ class Modules:
     def _find(self, wanted: nn.Module | None) -> str:
         return next((p for p, module in self._model.named_modules() if module is wanted), "")
 
-    def _replace_modules(self, kept: Collection[str]) -> None:
+    def _replace_modules(self, excluded: Collection[str]) -> None:
         table = self._find(self._model.get_input_embeddings())
         for path, module in list(self._model.named_modules()):
             new: nn.Module
             if self._division.adds_up(path, module):
                 module.forward = self._added_up(module.forward)
-            if path in kept:
+            if path in excluded:
                 continue
             if path == self._head_name and type(module) is nn.Linear and module.bias is None:
                 new = self._replaced_head(path, module)
@@ -124,12 +128,14 @@ class Modules:
         return stored
 
     def _replaced_norm(self, path: str, module: nn.Module) -> nn.Module | None:
-        stored, found = self._stored_as(path, bias=False), read_norm(module)
-        if stored is None or found is None or found.dtype != self._context.dtype:
+        stored, module_norm = self._stored_as(path, bias=False), read_norm(module)
+        if stored is None or module_norm is None or module_norm.dtype != self._context.dtype:
             return None
-        norm = RMSNorm(stored, found.size, found.eps, self._context, offset=found.offset)
+        norm = RMSNorm(
+            stored, module_norm.size, module_norm.eps, self._context, offset=module_norm.offset
+        )
         self._layers[f"{path}.weight"] = norm
-        return PackedNorm(norm, found.size, self._step)
+        return PackedNorm(norm, module_norm.size, self._step)
 
     def _replaced_linear(self, path: str, module: nn.Linear) -> nn.Module:
         shape, bias = (module.out_features, module.in_features), module.bias is not None
@@ -227,14 +233,14 @@ class Modules:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors of checkpoints."""
         made = self._converted_names()
-        own = {n: s for n, s in weight_shapes(self._stored()).items() if n not in made}
-        return {**own, **self._names.shapes()}
+        stored_shapes = {n: s for n, s in weight_shapes(self._stored()).items() if n not in made}
+        return {**stored_shapes, **self._names.shapes()}
 
     def cuts(self) -> dict[str, Any]:
         """Return the parts of them that this rank has."""
         whole = {*self._converted_names(), self._shared}
-        own = {n: c for n, c in weight_cuts(self._stored()).items() if n not in whole}
-        return {**own, **self._names.cuts()}
+        stored_cuts = {n: c for n, c in weight_cuts(self._stored()).items() if n not in whole}
+        return {**stored_cuts, **self._names.cuts()}
 
     def _converted_names(self) -> set[str]:
         return set(self._names.converted)
@@ -293,8 +299,8 @@ class Modules:
 
     def _load(self, name: str, tensor: torch.Tensor) -> None:
         owner = self._owners[name]
-        own = cut(tensor, weight_cuts([owner]), name) if name == self._shared else tensor
-        owner.load(name, own)
+        part = cut(tensor, weight_cuts([owner]), name) if name == self._shared else tensor
+        owner.load(name, part)
         if self._tied is not None and name == self._names.plain.get(self._tied, self._tied):
             self._table = tensor
 
@@ -321,8 +327,8 @@ class Modules:
     def path_of(self, weight: torch.Tensor) -> str:
         """Return the name of the replaced module that has this weight."""
         modules = self._model.named_modules()
-        found = (path for path, one in modules if getattr(one, "weight", None) is weight)
-        return str(next(found))
+        paths = (path for path, module in modules if getattr(module, "weight", None) is weight)
+        return str(next(paths))
 
     def check(self) -> None:
         """Refuse tensors of the model that stay without numbers.

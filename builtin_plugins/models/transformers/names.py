@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor of a checkpoint is in the one that is made of it and others.
+    """Location of a checkpoint's tensor in the combined tensor.
 
     Attributes:
         index: in the first dimension, where they are stacked; None where they are not.
@@ -49,13 +49,13 @@ class TensorLocation:
         dim = part.dim - (self.index is not None)
         if part.dim != self.dim:
             return self, Cut(dim, part.start, part.stop, part.more)
-        bounds = [(one.start, one.stop) for one in part.parts]
+        bounds = [(span.start, span.stop) for span in part.parts]
         inside = [(max(a - self.start, 0), min(b, self.stop) - self.start) for a, b in bounds]
-        found = [(a, b) for a, b in inside if a < b] or [(0, 0)]
+        spans = [(a, b) for a, b in inside if a < b] or [(0, 0)]
         start = sum(max(min(b, self.start) - a, 0) for a, b in bounds)
-        stop = start + sum(b - a for a, b in found)
+        stop = start + sum(b - a for a, b in spans)
         return TensorLocation(self.index, self.dim, start, stop), Cut(
-            dim, *found[0], tuple(found[1:])
+            dim, *spans[0], tuple(spans[1:])
         )
 
     def put(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
@@ -67,13 +67,13 @@ class TensorLocation:
 
 @dataclass
 class Conversion:
-    """Tensors of a checkpoint of which one tensor of the model is made.
+    """Tensors of a checkpoint that are converted to one tensor of the model.
 
     Attributes:
         sources: their shapes, by name.
         places: where they are in it, by name; empty if it is made by other operations.
         cuts: the parts of them that this rank has.
-        arrived: those that were read; of those with places, nothing is kept.
+        arrived: tensors read; with places, nothing is kept of them.
         made: the tensor that the others are written to.
     """
 
@@ -89,7 +89,7 @@ class StoredNames:
 
     Attributes:
         plain: names in checkpoints of tensors that are stored as they are, by the model's names.
-        converted: what the others are made of, by the model's names.
+        converted: sources of the other tensors, by the model's names.
     """
 
     def __init__(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -105,8 +105,10 @@ class StoredNames:
         self.plain: dict[str, str] = {}
         self.converted: dict[str, Conversion] = {}
         backwards = [transform.reverse_transform() for transform in reversed(self._transforms)]
-        renamings = [one for one in backwards if isinstance(one, WeightRenaming)]
-        converters = [one for one in backwards if isinstance(one, WeightConverter)]
+        renamings = [transform for transform in backwards if isinstance(transform, WeightRenaming)]
+        converters = [
+            transform for transform in backwards if isinstance(transform, WeightConverter)
+        ]
         for name, tensor in tensors.items():
             if apply_converters(name, converters)[1] is None:
                 self.plain[name] = apply_renamings(name, renamings)
@@ -115,22 +117,25 @@ class StoredNames:
 
     def _conversion(self, name: str, tensor: torch.Tensor) -> Conversion:
         stored = revert_weight_conversion(self._model, {name: tensor})
-        found = Conversion({source: tuple(part.shape) for source, part in stored.items()})
-        if any(self._target(source)[0] != name for source in found.sources):
+        conversion = Conversion({source: tuple(part.shape) for source, part in stored.items()})
+        if any(self._target(source)[0] != name for source in conversion.sources):
             raise ModelError(
                 f"model: {type(self._model).__name__}: transformers cuts a tensor of checkpoints, "
-                f"{next(iter(found.sources))}, into several, {name} among them, which models "
+                f"{next(iter(conversion.sources))}, into several, {name} among them, which models "
                 "through transformers cannot"
             )
-        found.places = self._places(found.sources)
-        return found
+        conversion.places = self._places(conversion.sources)
+        return conversion
 
     def _places(self, sources: Mapping[str, Shape]) -> dict[str, TensorLocation]:
         patterns = {name: self._target(name)[1] for name in sources}
         converter = self._by_pattern.get(next(iter(patterns.values())) or "")
         if converter is None or not all(sources.values()):
             return {}
-        kinds = [(type(one), int(getattr(one, "dim", -1))) for one in converter.operations]
+        kinds = [
+            (type(operation), int(getattr(operation, "dim", -1)))
+            for operation in converter.operations
+        ]
         is_stacked = kinds[0] == (MergeModulelist, 0)
         joined = kinds[is_stacked:]
         if len(joined) > 1 or any(
@@ -149,25 +154,27 @@ class StoredNames:
 
     def divide(self, name: str, part: Cut) -> None:
         """Take only the part that this rank has of a converted tensor, by the model's name."""
-        found = self.converted[name]
-        for source, place in found.places.items():
-            found.places[source], found.cuts[source] = place.within(part)
+        conversion = self.converted[name]
+        for source, place in conversion.places.items():
+            conversion.places[source], conversion.cuts[source] = place.within(part)
 
     def cuts(self) -> dict[str, Cut]:
         """Return the parts of the tensors of converted ones, by their names in checkpoints."""
-        return {n: c for found in self.converted.values() for n, c in found.cuts.items()}
+        return {n: c for conversion in self.converted.values() for n, c in conversion.cuts.items()}
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the tensors of converted ones, by their names in checkpoints."""
-        return {n: s for found in self.converted.values() for n, s in found.sources.items()}
+        return {
+            n: s for conversion in self.converted.values() for n, s in conversion.sources.items()
+        }
 
     def convert(
         self, name: str, tensor: torch.Tensor, empty: Callable[[str], torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Take a tensor of a checkpoint; yield one of the model, by its name, once it is whole.
 
-        Those that are stacked or joined are copied to their place at once, so that none waits for
-        the others. The result is this rank's part then, and that of `empty`.
+        Stacked or joined tensors are copied to their place at once, so that none waits for
+        the others. The result is this rank's part then, from `empty`.
 
         Args:
             name: name of the tensor.
@@ -175,16 +182,16 @@ class StoredNames:
             empty: returns one of the model without content, by its name.
         """
         target, _ = self._target(name)
-        found = self.converted[target]
-        if (place := found.places.get(name)) is not None:
-            if found.made is None:
-                found.made = empty(target)
-            place.put(tensor, found.made)
-        found.arrived[name] = tensor if place is None else None
-        if len(found.arrived) < len(found.sources):
+        conversion = self.converted[target]
+        if (place := conversion.places.get(name)) is not None:
+            if conversion.made is None:
+                conversion.made = empty(target)
+            place.put(tensor, conversion.made)
+        conversion.arrived[name] = tensor if place is None else None
+        if len(conversion.arrived) < len(conversion.sources):
             return
-        arrived, found.arrived = found.arrived, {}
-        made, found.made = found.made, None
+        arrived, conversion.arrived = conversion.arrived, {}
+        made, conversion.made = conversion.made, None
         yield target, self._converted(target, arrived) if made is None else made
 
     def _converted(self, target: str, arrived: Mapping[str, Any]) -> torch.Tensor:
@@ -199,16 +206,24 @@ class StoredNames:
         return whole
 
     def _target(self, name: str) -> tuple[str, str | None]:
-        renamings = [one for one in self._transforms if isinstance(one, WeightRenaming)]
-        found: tuple[str, str | None] = rename_source_key(
+        renamings = [
+            transform for transform in self._transforms if isinstance(transform, WeightRenaming)
+        ]
+        renamed: tuple[str, str | None] = rename_source_key(
             name, renamings, self._converters, self._model.base_model_prefix, dict(self._tensors)
         )
-        return found
+        return renamed
 
     @functools.cached_property
     def _converters(self) -> list[WeightConverter]:
-        return [one for one in self._transforms if isinstance(one, WeightConverter)]
+        return [
+            transform for transform in self._transforms if isinstance(transform, WeightConverter)
+        ]
 
     @functools.cached_property
     def _by_pattern(self) -> dict[str, WeightConverter]:
-        return {pattern: one for one in self._converters for pattern in one.source_patterns}
+        return {
+            pattern: converter
+            for converter in self._converters
+            for pattern in converter.source_patterns
+        }

@@ -1,4 +1,4 @@
-"""Adapters: low-rank changes of linear layers, of which each request may have one (LoRA)."""
+"""LoRA adapters: low-rank changes of linear layers, at most one per request."""
 
 from __future__ import annotations
 

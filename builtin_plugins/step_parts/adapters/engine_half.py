@@ -99,10 +99,10 @@ class AdapterSlots(
             self._set_alias(LoRARequest(name, index + 1, path, content))
 
     def workers_started(self) -> Mapping[str, RequestFault]:
-        """Let workers read what the configuration names or, after a sleep, what requests run with.
+        """Let workers read configured adapters or, after a sleep, the adapters of live requests.
 
         Returns:
-            Requests whose adapter a rank cannot read again.
+            Requests with an adapter that a rank cannot read again.
 
         Raises:
             ModelError: a rank cannot read an adapter of the configuration.
@@ -145,7 +145,7 @@ class AdapterSlots(
             raise RequestError(f"lora.scale: expected a finite number, got {scale}")
         if not content:
             raise RequestError(
-                f"lora.content_hash: expected that of a loaded adapter, as LLM.adapters.add "
+                f"lora.content_hash: expected the hash of a loaded adapter, as LLM.adapters.add "
                 f"returns it, got none for {name!r}"
             )
         if content not in self._paths or content in self._leaving:
@@ -266,17 +266,19 @@ class AdapterSlots(
         try:
             return function(**arguments)
         except TypeError:
-            raise RequestError(f"arguments: not those of {method!r}: {sorted(arguments)}") from None
+            raise RequestError(
+                f"arguments: expected the arguments of {method!r}, got {sorted(arguments)}"
+            ) from None
         finally:
             self._remove_unused()
 
     def _resolve(self, loras: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """Return the content of adapters; None of one that has to be loaded first.
+        """Return the content of adapters; None if an adapter has to be loaded first.
 
         Raises:
             RequestError: one is not known.
         """
-        return [self._content_of(requested_lora(given)) for given in loras]
+        return [self._content_of(requested_lora(lora)) for lora in loras]
 
     def _content_of(self, lora: LoRARequest) -> str | None:
         loaded = self._names.get(lora.name)
@@ -333,7 +335,7 @@ class AdapterSlots(
         for name, lora in self._names.items():
             if lora.id == new.id and name != new.name:
                 raise RequestError(
-                    f"lora.id: {new.id} is that of {name!r}, got it for {new.name!r}"
+                    f"lora.id: {new.id} belongs to {name!r}, got it for {new.name!r}"
                 )
 
     def _poll(self, ticket: int) -> dict[str, Any] | None:
@@ -344,7 +346,9 @@ class AdapterSlots(
         """
         reading = self._readings.get(ticket)
         if reading is None or reading.lora is None:
-            raise RequestError(f"ticket: expected that of an adapter that is loaded, got {ticket}")
+            raise RequestError(
+                f"ticket: expected the ticket of an adapter being loaded, got {ticket}"
+            )
         reading.asked = self._clock()
         content = self._readings.progress(ticket)
         if content is None:
@@ -376,7 +380,7 @@ class AdapterSlots(
         if lora is None:
             return False
         del self._names[lora.name]
-        if mode == "end":  # also those that have what the name stood for before
+        if mode == "end":  # also requests with an earlier content of the name
             self._ending |= {user for user, name in self._named.items() if name == lora.name}
         content = lora.content_hash
         if self._has_name(content):
@@ -415,7 +419,7 @@ class AdapterSlots(
         return next((lora for lora in self._names.values() if lora.id == lora_id), None)
 
     def _known(self) -> str:
-        return ", ".join(map(repr, self._names)) or "the loaded adapters, which are none"
+        return ", ".join(map(repr, self._names)) or "a loaded adapter (there is none)"
 
     # Contents
 
@@ -444,8 +448,8 @@ class AdapterSlots(
             self._wanted[content] = self._readings.begin(self._paths[content], None)
             return False
         try:
-            found = self._readings.progress(ticket)
-            if found not in (None, content):
+            progress = self._readings.progress(ticket)
+            if progress not in (None, content):
                 self._readings.drop(ticket)
                 raise ModelError(
                     f"{self._paths[content]}: its files have changed since the adapter was added"
@@ -453,7 +457,7 @@ class AdapterSlots(
         except ModelError:
             del self._wanted[content]
             raise
-        if found is None:
+        if progress is None:
             return False
         del self._wanted[content]
         self._keep(ticket, content)

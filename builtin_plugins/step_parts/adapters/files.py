@@ -43,7 +43,7 @@ _OFF: Mapping[str, tuple[Any, str]] = {
     "arrow_config": (None, "routed adapters"),
     "use_bdlora": (None, "block-diagonal LoRA"),
 }
-"""Fields that change what is computed, with the value that does not, and what another one is."""
+"""Fields that change the computation, with the neutral value, and the name of the feature."""
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
@@ -57,7 +57,7 @@ _INERT = {
 """Fields that describe the base model or the training, or that other ones decide over."""
 
 _KEEPS_BASE = ("none", "true", "false", "gaussian", "eva", "orthogonal", "mica")
-"""Initialisations whose adapters belong to the base model as it is published."""
+"""Initializations with adapters that belong to the base model as it is published."""
 
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -123,7 +123,7 @@ def read_adapter(path: str, max_rank: int) -> AdapterFiles:
     """Read an adapter.
 
     Raises:
-        ModelError: a file is missing, broken or too large, or has what is not supported; names
+        ModelError: a file is missing, broken or too large, or has unsupported content; names
             file, field or module, and value.
     """
     raw, data = read_files(path)
@@ -137,17 +137,17 @@ def _checked_sizes(file: Path, raw: bytes) -> _Sizes:
     """Return the ranks and scales that a configuration states.
 
     Raises:
-        ModelError: one is wrong, or asks for what is not supported.
+        ModelError: a field is wrong, or unsupported.
     """
     try:
-        given = msgspec.json.decode(raw, type=dict[str, Any])
+        config = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{file}: expected a JSON object: {error}") from None
-    if (kind := given.get("peft_type")) != "LORA":
+    if (kind := config.get("peft_type")) != "LORA":
         raise ModelError(f'{file}: peft_type: expected "LORA", got {shown(kind)}')
-    _check_off(file, given)
+    _check_off(file, config)
     try:
-        fields = msgspec.convert(given, _Fields)
+        fields = msgspec.convert(config, _Fields)
     except msgspec.ValidationError as error:
         raise ModelError(f"{file}: {error}") from None
     _check_numbers(file, fields)
@@ -155,22 +155,22 @@ def _checked_sizes(file: Path, raw: bytes) -> _Sizes:
     return _Sizes(fields, ranks, _patterns(file, "alpha_pattern", fields.alpha_pattern))
 
 
-def _check_off(file: Path, given: Mapping[str, Any]) -> None:
-    for name, (off, what) in _OFF.items():
-        value = given.get(name, off)
+def _check_off(file: Path, config: Mapping[str, Any]) -> None:
+    for name, (off, feature) in _OFF.items():
+        value = config.get(name, off)
         if value != off and value not in _NOTHING:
             expected = msgspec.json.encode(off).decode()
             raise ModelError(
-                f"{file}: {name}: expected {expected}, as {what} are not supported, got "
+                f"{file}: {name}: expected {expected}, as {feature} are not supported, got "
                 f"{shown(value)}"
             )
-    for name in sorted(given.keys() - _OFF - _INERT - set(_Fields.__struct_fields__)):
-        if given[name] not in _NOTHING:
+    for name in sorted(config.keys() - _OFF - _INERT - set(_Fields.__struct_fields__)):
+        if config[name] not in _NOTHING:
             raise ModelError(
-                f"{file}: {name}: expected no such field, as what it changes is not known here, "
-                f"got {shown(given[name])}"
+                f"{file}: {name}: expected no such field, because its effect is unknown here, "
+                f"got {shown(config[name])}"
             )
-    how = str(given.get("init_lora_weights")).lower()
+    how = str(config.get("init_lora_weights")).lower()
     if how not in _KEEPS_BASE:
         raise ModelError(
             f"{file}: init_lora_weights: {how[:80]!r} may change weights of the base model; "
@@ -225,7 +225,10 @@ def _changes(
             raise ModelError(f"{file}: {name}: expected one lora_{match[2]} of {match[1]}, got two")
     if not halves:
         raise ModelError(f"{file}: expected tensors of at least one module, got none")
-    return {module: _change(file, module, own, sizes, max_rank) for module, own in halves.items()}
+    return {
+        module: _change(file, module, module_halves, sizes, max_rank)
+        for module, module_halves in halves.items()
+    }
 
 
 def _change(
@@ -260,8 +263,7 @@ def _change(
     largest = abs(scale) * float(a.abs().max()) * float(b.abs().max()) * rank
     if not largest <= _LARGEST or not abs(scale) <= _LARGEST:
         raise ModelError(
-            f"{where}: expected a change whose numbers float32 holds, "
-            f"got lora_alpha / r of {scale:g}"
+            f"{where}: expected finite products in float32, got lora_alpha / r of {scale:g}"
         )
     return LowRankUpdate(a, b, scale)
 
@@ -306,14 +308,14 @@ def load_adapter(
         places.setdefault(matrix.stored_as, []).append(name)
     layers = _layers(places)
     changes: dict[str, LowRankUpdate] = {}
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     unknown: list[str] = []
     for module, change in files.changes.items():
         layer = module if module in places else layers.get(_in_text_model(module))
         if layer is None:
             unknown.append(module)
             continue
-        if (other := found.setdefault(layer, module)) != module:
+        if (other := modules.setdefault(layer, module)) != module:
             raise ModelError(
                 f"{path}/{TENSORS}: {module}: expected one change of each layer, got {other} too"
             )
@@ -323,21 +325,21 @@ def load_adapter(
 
 
 def _layers(names: Iterable[str]) -> dict[str, str]:
-    """Return layers by their names without what wraps a text model; no ambiguous ones."""
+    """Return layers by their names without prefixes of the text model; no ambiguous ones."""
     listed: dict[str, list[str]] = {}
     for name in names:
         listed.setdefault(_in_text_model(name), []).append(name)
-    return {short: found[0] for short, found in listed.items() if len(found) == 1}
+    return {short: names[0] for short, names in listed.items() if len(names) == 1}
 
 
 def _in_text_model(module: str) -> str:
-    """Return the name of a module from `layers.` on, if what is before it only wraps a text model.
+    """Return the name of a module from `layers.` on, if only a wrapper of a text model precedes it.
 
     Towers of images and sound have layers of the same names, and stay apart.
     """
-    before, found, after = module.partition("layers.")
-    wraps = found and set(before.split(".")) <= _WRAPPERS
-    return found + after if wraps else module
+    before, marker, after = module.partition("layers.")
+    wraps = marker and set(before.split(".")) <= _WRAPPERS
+    return marker + after if wraps else module
 
 
 def _cut(

@@ -26,7 +26,7 @@ _MOST_SHOWN = 4
 
 
 class _Tensor(msgspec.Struct):
-    """An entry of a header; that of metadata has no offsets."""
+    """An entry of a header; metadata has no offsets."""
 
     data_offsets: tuple[int, int] | None = None
 
@@ -50,9 +50,9 @@ def read_files(path: str) -> tuple[bytes, bytes]:
 
 
 def link_files(path: str) -> str:
-    """Return a folder in that of an adapter, with links to its two files.
+    """Return a folder within the adapter's folder, with links to its two files.
 
-    They stay when those of the adapter are removed, as by the program that wrote them.
+    They stay when the adapter's files are removed, as by the program that wrote them.
 
     Raises:
         ModelError: a file is missing, or cannot be linked.
@@ -67,7 +67,7 @@ def link_files(path: str) -> str:
 
 
 def remove_links(folder: str) -> None:
-    """Remove a folder of `link_files`, and that of the adapter if nothing else is in it."""
+    """Remove a folder of `link_files`, and the adapter's folder if nothing else is in it."""
     with contextlib.suppress(OSError):  # the program may have removed it
         for name in (CONFIG, TENSORS):
             (Path(folder) / name).unlink(missing_ok=True)
@@ -94,8 +94,8 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
             data = start + opened.read(status.st_size + 1 - len(start))
     except (OSError, ValueError) as error:
         pickles = [file.with_suffix(suffix) for suffix in (".bin", ".pt")]
-        found = next((other.name for other in pickles if other.exists()), None)
-        hint = f"; {found} is a pickle, which is never read" if found else ""
+        pickle_name = next((other.name for other in pickles if other.exists()), None)
+        hint = f"; {pickle_name} is a pickle, which is never read" if pickle_name else ""
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"{file}: cannot be read: {reason}{hint}") from None
     if len(data) != status.st_size:
@@ -106,7 +106,7 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
 def _checked_header(file: Path, opened: BinaryIO, size: int) -> bytes:
     """Return the header of a safetensors file, with the 8 bytes before it.
 
-    Nothing else is read of a file whose tensors do not fill it.
+    Nothing else is read of a file with tensors that do not fill it.
     """
     start = opened.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 _PATIENCE_SECONDS = 1.0
-"""After this, requests that came later do not get ahead of one that waits for a slot."""
+"""After this, later requests do not overtake a request that waits for a slot."""
 
 
 class Leases:
@@ -43,9 +43,9 @@ class Leases:
     def _find(self, content: str) -> int | None:
         held = set(self._of.values())
         slots = self._slots.items()
-        own = (slot for slot, has in slots if has == content)
+        matches = (slot for slot, has in slots if has == content)
         free = (slot for slot, has in slots if has not in held)
-        return next(own, next(free, None))
+        return next(matches, next(free, None))
 
     def slot(self, content: str) -> int:
         """Return the slot of a content that a request holds."""

@@ -1,4 +1,4 @@
-"""The messages between the halves of adapters, as msgpack, and those of programs."""
+"""Messages between the halves of adapters, as msgpack, and messages of programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepAdapters(msgspec.Struct, array_like=True):
     """The data of a plan for the worker halves: its slots, and the slot of each request.
 
     Attributes:
-        scales: factors of what adapters change, of requests for which they are not 1.0.
+        scales: factors of the adapters' products, for requests with another one than 1.0.
     """
 
     slots: list[AdapterSlot]
@@ -48,7 +48,7 @@ class Ask(msgspec.Struct, tag=True):
 
 
 class Keep(msgspec.Struct, tag=True):
-    """Keep what was read, and forget contents that are not used any more."""
+    """Keep the adapters read, and forget unused contents."""
 
     ticket: int
     forgotten: list[str]
@@ -62,7 +62,7 @@ class Drop(msgspec.Struct, tag=True):
 
 
 Call = Read | Ask | Keep | Drop
-"""What the engine's half asks of the worker halves."""
+"""A request of the engine's half to the worker halves."""
 
 
 class Progress(msgspec.Struct):
@@ -83,14 +83,14 @@ class Progress(msgspec.Struct):
     unknown: list[str] = []
 
 
-def requested_lora(given: Mapping[str, Any]) -> LoRARequest:
+def requested_lora(fields: Mapping[str, Any]) -> LoRARequest:
     """Return an adapter as a program states it.
 
     Raises:
         RequestError: it is not one.
     """
     try:
-        lora = msgspec.convert(given, LoRARequest)
+        lora = msgspec.convert(fields, LoRARequest)
     except msgspec.ValidationError as error:
         raise RequestError(f"lora: {error}") from None
     if not lora.name:

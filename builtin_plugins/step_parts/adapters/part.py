@@ -44,7 +44,7 @@ class Adapters(StepPart):
         """Return the half that gives requests slots; None if adapters are off."""
         if not self.context.config.adapters.max_loras:
             return None
-        from .engine_half import AdapterSlots  # noqa: PLC0415 - what is off costs nothing
+        from .engine_half import AdapterSlots  # noqa: PLC0415 - disabled features cost nothing
 
         return AdapterSlots(self.context.name, self.context.config, context)
 
@@ -59,5 +59,5 @@ class Adapters(StepPart):
 
 def _without_paths(answer: Any) -> Any:
     if isinstance(answer, list):
-        return [_without_paths(one) for one in answer]
+        return [_without_paths(item) for item in answer]
     return answer | {"path": ""} if isinstance(answer, dict) else answer

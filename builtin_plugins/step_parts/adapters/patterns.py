@@ -19,7 +19,7 @@ _FORM = (
 
 
 class ModulePatterns(Generic[Value]):
-    """Values by what modules' names end with, as PEFT matches them: the first one counts.
+    """Values by suffixes of module names, matched as in PEFT: the first match counts.
 
     The time of a match is linear in the length of the name. A dot in a name is a dot.
     """
@@ -48,8 +48,8 @@ class ModulePatterns(Generic[Value]):
         """Return the value of a module, or the default if no key matches."""
         parts = module.split(".")
         ends = [".".join(parts[start:]) for start in range(len(parts))]
-        found = [self._names[end] for end in (*ends, f"^{module}") if end in self._names]
-        first = min(found, default=len(self._values))
+        indices = [self._names[end] for end in (*ends, f"^{module}") if end in self._names]
+        first = min(indices, default=len(self._values))
         for index, expression in self._expressions:
             if index > first:
                 break
@@ -59,7 +59,7 @@ class ModulePatterns(Generic[Value]):
 
 
 class _Expression:
-    """A sequence of characters, any of which may be optional or repeated.
+    """A sequence of characters, each of them possibly optional or repeated.
 
     It is followed along a name with a set of places, one bit each, so that nothing is tried twice.
     """

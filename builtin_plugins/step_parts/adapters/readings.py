@@ -19,7 +19,7 @@ class Reading(msgspec.Struct):
     Attributes:
         asked: when its progress was asked for last, on the engine's clock.
         path: folder of the files.
-        lora: what a program adds by it; None if a request waits for it.
+        lora: adapter that a program adds by it; None if a request waits for it.
     """
 
     asked: float
@@ -59,7 +59,7 @@ class Readings:
             RequestError: another reading has it.
         """
         if ticket in self._readings:
-            raise RequestError(f"ticket: expected one that is not in use, got {ticket}")
+            raise RequestError(f"ticket: expected an unused ticket, got {ticket}")
         if ticket is None:
             ticket = next(self._tickets)
         self._readings[ticket] = Reading(self._clock(), path, lora)
@@ -89,7 +89,7 @@ class Readings:
         return answers[0].content
 
     def keep(self, ticket: int, forgotten: list[str]) -> None:
-        """Let workers keep what they have read, and forget other contents."""
+        """Let workers keep the adapters read, and forget other contents."""
         del self._readings[ticket]
         self._send(Keep(ticket, forgotten))
 
@@ -99,7 +99,7 @@ class Readings:
         self._send(Drop(ticket))
 
     def drop_unasked(self, seconds: float) -> None:
-        """Forget what a program adds and has not asked for as long."""
+        """Forget readings that a program has not polled for so many seconds."""
         now = self._clock()
         for ticket, reading in list(self._readings.items()):
             if reading.lora is not None and now - reading.asked > seconds:

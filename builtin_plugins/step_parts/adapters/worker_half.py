@@ -46,7 +46,7 @@ class _ReaderThread(threading.Thread):
 
 
 class AdapterProducts(WorkerStep, LinearProducts, WorkerMemory, WorkerCalls):
-    """Adds what adapters change to the products of linear layers."""
+    """Adds the products of adapters to the products of linear layers."""
 
     def __init__(
         self, engine: EngineConfig, context: WorkerHalfContext, loaded: LoadedModel
@@ -71,7 +71,7 @@ class AdapterProducts(WorkerStep, LinearProducts, WorkerMemory, WorkerCalls):
         return {"slots of adapters": self._slots.num_bytes}
 
     def call(self, message: bytes) -> bytes:
-        """Begin a reading, report how far one is, keep what was read or forget it."""
+        """Begin a reading, report its progress, or keep or forget its result."""
         call = msgspec.msgpack.decode(message, type=Call)
         match call:
             case Read(ticket, path):
@@ -106,7 +106,7 @@ class AdapterProducts(WorkerStep, LinearProducts, WorkerMemory, WorkerCalls):
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
         """Fill the slots of a step, where they hold something else.
 
-        The engine's half has seen to it that each rank has what they need.
+        The engine's half has checked that each rank has them.
         """
         self._step = msgspec.msgpack.decode(data, type=StepAdapters)
         self._rows, self._failures = None, {}
@@ -133,7 +133,7 @@ class AdapterProducts(WorkerStep, LinearProducts, WorkerMemory, WorkerCalls):
     def linear(
         self, parts: Sequence[tuple[str, int]], x: torch.Tensor, y: torch.Tensor, rows: StepRows
     ) -> torch.Tensor | None:
-        """Return a product with what the adapters of its rows add to it."""
+        """Return a product with the adapters' products added to its rows."""
         if self._rows is None or self._rows[0] is not rows:
             self._rows = rows, _Rows(self._step, rows, self._device)
         start, adapters = 0, self._rows[1]
@@ -164,19 +164,19 @@ class _Rows:
 
     def __init__(self, step: StepAdapters, rows: StepRows, device: torch.device) -> None:
         """List them; a request of scale 0.0 has none."""
-        own: list[int] = []
+        slots: list[int] = []
         scaled: list[int] = []
         places: list[int] = []
         factors: list[float] = []
         for name, (start, end) in zip(rows.request_ids, pairwise(rows.starts), strict=True):
             slot, scale = step.requests.get(name, _NONE), step.scales.get(name, 1.0)
             count = end - start
-            own += [slot if scale == 1.0 else _NONE] * count
+            slots += [slot if scale == 1.0 else _NONE] * count
             if scale not in (0.0, 1.0):
                 scaled += [slot] * count
                 places += range(start, end)
                 factors += [scale] * count
-        self._plain = torch.tensor(own, dtype=torch.int64).to(device)
+        self._plain = torch.tensor(slots, dtype=torch.int64).to(device)
         self._places = torch.tensor(places, dtype=torch.int64).to(device) if scaled else None
         self._scaled = torch.tensor(scaled, dtype=torch.int64).to(device)
         self._factors = torch.tensor(factors, dtype=torch.float32).unsqueeze(1).to(device)
@@ -190,7 +190,7 @@ class _Rows:
         b: torch.Tensor,
         scales: torch.Tensor,
     ) -> None:
-        """Add what the adapters change to a product; arguments are those of `Ops.add_lora`."""
+        """Add the adapters' products to a product; arguments as in `Ops.add_lora`."""
         ops.add_lora(y, x, a, b, self._plain, scales)
         if self._places is None:
             return

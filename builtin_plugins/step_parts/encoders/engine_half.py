@@ -1,4 +1,4 @@
-"""Media in the engine: requests keep what the encoder gets, until workers are to encode it."""
+"""Media in the engine: requests keep encoder inputs until workers are to encode them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .messages import EncoderItem, EncoderStep, PlacedItem, Span
 
 
 class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, EncoderBudget):
-    """Sends workers what a plan encodes, and where its embeddings belong.
+    """Sends workers the inputs of a plan to encode, and the places of their embeddings.
 
-    It knows which embeddings workers have, so that those of a plan that was lost, or of earlier
+    It knows which embeddings workers have, so that embeddings of a lost plan, or of earlier
     weights, are encoded again when they are needed.
     """
 
@@ -39,7 +39,7 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
             budget: tokens that a step may encode, and that workers keep embeddings for.
         """
         self._name, self._media = name, media
-        self.every_plan = media is not None  # what is freed is in plans without media, too
+        self.every_plan = media is not None  # plans without media free embeddings, too
         self.encoder_cache = None if media is None else EncoderCacheManager(budget)
         self.max_encoder_tokens = 0 if media is None else budget
         self._kept: dict[str, Sequence[MultiModalFeature]] = {}
@@ -50,7 +50,7 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
         """Keep the media of a request; workers get them with a plan.
 
         Raises:
-            RequestError: they are not what the model takes.
+            RequestError: they do not fit the model.
         """
         if self._media is None:
             raise RequestError("features: expected none, the model takes text alone")
@@ -154,14 +154,14 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
     def result(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> Mapping[str, RequestFault]:
-        """Expect nothing of what workers could not encode."""
+        """Forget media that workers could not encode."""
         encoded = self._encoding.pop(plan.step, ())
         if self._name in result.part_faults:
             self._in_workers.difference_update(encoded)
         return {}
 
     def lost(self, plan: SchedulerOutput) -> None:
-        """Expect nothing of what a plan was to encode."""
+        """Forget media that a lost plan was to encode."""
         self._in_workers.difference_update(self._encoding.pop(plan.step, ()))
 
     def weights_changed(self) -> None:

@@ -11,7 +11,7 @@ class EncoderItem(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         identifier: where its embeddings are kept.
         shape: shape of the numbers, which are uint8.
-        data: what the model's processor made of it.
+        data: output of the model's processor.
     """
 
     identifier: str
@@ -25,7 +25,7 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         identifier: identifier of the embeddings.
-        first: the first of these tokens, among those of the request in the step.
+        first: the first of these tokens, within the request's tokens of the step.
         start: the first embedding.
         count: tokens, and embeddings.
     """
@@ -52,8 +52,8 @@ class EncoderStep(msgspec.Struct, array_like=True, frozen=True):
     """Media of a step: items to encode, and tokens to embed.
 
     Attributes:
-        freed: identifiers whose embeddings are dropped first.
-        items: what is encoded.
+        freed: identifiers of embeddings that are dropped first.
+        items: media to encode.
         spans: tokens that get embeddings, by request.
         placed: images of requests that workers do not have, if the model has several axes.
     """

@@ -76,7 +76,7 @@ class Encoders(StepPart):
         """Return how the model's prompts have media; None if it takes none.
 
         Raises:
-            ModelError: its files ask for what is not supported.
+            ModelError: its files have unsupported settings.
         """
         config = self.context.model_config
         cls = None if config is None else components.find(MODELS, config.model_plugin)
@@ -92,7 +92,7 @@ class Encoders(StepPart):
         return media
 
     def _budget(self, media: MediaFormat | None) -> int:
-        """Return the tokens that a step may encode, which is also what embeddings are kept for."""
+        """Return the tokens that a step may encode, also the size of the embedding cache."""
         longest = 0 if media is None else self._longest(media)
         tokens = self.options.budget_tokens
         step = self.context.config.scheduler.max_num_batched_tokens

@@ -88,14 +88,14 @@ class MediaPrompts(FrontendHalf):
         """
         media = _listed(prompt[_FIELD])
         rest = {key: value for key, value in prompt.items() if key != _FIELD}
-        given = reader.read(rest)
+        parsed = reader.read(rest)
         if not media:
-            return given
-        if given.fields:
+            return parsed
+        if parsed.fields:
             raise RequestError(f"{_FIELD}: expected none with {', '.join(sorted(rest))}")
-        token_ids, features = self._with_media(given.token_ids, media)
+        token_ids, features = self._with_media(parsed.token_ids, media)
         return dataclasses.replace(
-            given,
+            parsed,
             token_ids=token_ids,
             fields={"features": features},
             cut=functools.partial(_refuse_cut, len(token_ids)),
@@ -110,18 +110,18 @@ class MediaPrompts(FrontendHalf):
             )
             for modality, items in media.items()
         }
-        images, found = read.get("image", ()), self._media
-        assert found is not None, "others are refused"
-        places = [i for i, token in enumerate(token_ids) if token == found.placeholder_id]
+        images, config = read.get("image", ()), self._media
+        assert config is not None, "others are refused"
+        places = [i for i, token in enumerate(token_ids) if token == config.placeholder_id]
         if len(places) != len(images):
             raise RequestError(
-                f"{_FIELD}.image: expected one image for each {found.placeholder} of the prompt, "
+                f"{_FIELD}.image: expected one image for each {config.placeholder} of the prompt, "
                 f"got {len(images)} images and {len(places)} placeholders"
             )
-        if found.token_id != found.placeholder_id and found.token_id in token_ids:
+        if config.token_id != config.placeholder_id and config.token_id in token_ids:
             raise RequestError(
-                f"prompt: expected no token {found.token_id}, which stands for a part of an image, "
-                f"got one at position {list(token_ids).index(found.token_id)}"
+                f"prompt: expected no token {config.token_id}, which stands for a part of an "
+                f"image, got one at position {list(token_ids).index(config.token_id)}"
             )
         return self._placed(token_ids, places, images)
 

@@ -21,7 +21,7 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class PromptPositions:
-    """Positions of one request: those of its prompt up to the last image, and an offset after it.
+    """Positions of one request: of its prompt up to the last image, and an offset after it.
 
     Attributes:
         known: [axes, tokens] up to the last token of an image.

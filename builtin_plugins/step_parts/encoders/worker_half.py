@@ -60,12 +60,12 @@ class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
         self._positions = RequestPositions(media.position_axes)
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes of embeddings, and of what the encoder computes for one image."""
+        """Return the bytes of embeddings, and of the encoder's work for one image."""
         embeddings = self._budget * self._width * 4
         return {"embeddings of images": embeddings, "the encoder": self._encode_bytes}
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
-        """Drop what is freed, and encode, a batch of its own, before the model runs."""
+        """Drop freed media, and encode, in a separate batch, before the model runs."""
         self._step = EncoderStep()
         self.wants_layers = False
         step = msgspec.msgpack.decode(data, type=EncoderStep)
@@ -100,7 +100,7 @@ class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
         return embeddings
 
     def embedded(self, embedded: torch.Tensor, rows: StepRows) -> torch.Tensor | None:
-        """Return the embedded tokens of a step, those of media replaced."""
+        """Return the embedded tokens of a step, with media replaced."""
         if self._failed is not None:
             raise self._failed
         changed = embedded.clone()
@@ -128,7 +128,7 @@ class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
 
 
 class PlacedEncoderWorker(EncoderWorker, ForwardWrapper):
-    """Encodes media of a model whose tokens have positions with several axes."""
+    """Encodes media of a model with positions of several axes."""
 
     changes_inputs = True
 

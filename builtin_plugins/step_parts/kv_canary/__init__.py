@@ -1,4 +1,4 @@
-"""The KV canary: for each cached token, an entry that states whose it is, checked in each step."""
+"""KV canary: an entry per cached token that names its owner, checked in each step."""
 
 from .part import KVCanary
 

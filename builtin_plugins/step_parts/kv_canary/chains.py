@@ -18,7 +18,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 NEVER_WRITTEN = 0
 
-_MOST_PAST = 64  # requests that have ended, whose entries are still recognised
+_MOST_PAST = 64  # ended requests with entries that are still recognized
 _MOST_REJECTED = 1 << 12
 
 
@@ -47,9 +47,9 @@ class TokenChain:
             end = max(feature.offset + feature.length for feature in source.features)
             self._content = np.zeros(end, dtype=np.uint64)
             for feature in source.features:
-                own = np.arange(feature.length, dtype=np.uint64) + np.uint64(1)
+                marks = np.arange(feature.length, dtype=np.uint64) + np.uint64(1)
                 at = slice(feature.offset, feature.offset + feature.length)
-                self._content[at] = _mixed(own ^ np.uint64(_hash_of(feature.identifier)))
+                self._content[at] = _mixed(marks ^ np.uint64(_hash_of(feature.identifier)))
 
         if source.prompt_embeds is not None:
             self._mix_embeddings(source)
@@ -158,7 +158,7 @@ class KnownChains:
             self._past.popitem(last=False)
 
     def describe(self, entry: int, chain: TokenChain, position: int) -> str:
-        """Return whose keys and values an entry stands for, in place of those of a position."""
+        """Return the owner of an entry, found instead of the expected position."""
         if entry == NEVER_WRITTEN:
             return "none: they were never written"
         if (owner := self._rejected.get(entry)) is not None:

@@ -45,7 +45,7 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
     """Follows the tokens of requests by plans and samples, and compares the cache with them.
 
     Entries are written from the inputs that the attention gets, before the layers write keys and
-    values; they are read through its block tables, after the layers have read those.
+    values; they are read through its block tables, after the layers have read keys and values.
     """
 
     packs = True
@@ -137,7 +137,7 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
             entries[:, slots] = values
 
     def hidden(self, hidden: torch.Tensor, rows: StepRows) -> None:  # noqa: ARG002
-        """Compare what the attention has read with what is planned.
+        """Compare the reads of the attention with the plan.
 
         Raises:
             RuntimeError: the step has other sequences than the plan.
@@ -155,7 +155,7 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
                     self._check(sequence, group, table[row], lens[row])
 
     def _check(self, sequence: _Sequence, group: int, table: Ints, length: int) -> None:
-        """Compare the entries of a sequence with those that the plan implies.
+        """Compare the entries of a sequence with the entries that the plan implies.
 
         Args:
             sequence: as planned.
@@ -173,12 +173,12 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
         columns = positions // size
         slots = table[columns] * size + positions % size
         planned = np.asarray(chain.block_ids[group], dtype=np.int64)[columns]
-        found = self._entries[group][:, torch.from_numpy(slots).to(self._device)].cpu().numpy()
+        actual = self._entries[group][:, torch.from_numpy(slots).to(self._device)].cpu().numpy()
         expected = sequence.entries[positions]
-        wrong = (found != expected).any(axis=0) | (planned != table[columns])
+        wrong = (actual != expected).any(axis=0) | (planned != table[columns])
         if wrong.any():
             at = int(wrong.argmax())
-            column = found[:, at]
+            column = actual[:, at]
             other = column[column != expected[at]]
             block = int(table[columns[at]])
             where = f"block {block} of request {chain.request_id!r}"
@@ -187,10 +187,10 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
             if block != planned[at]:
                 where += f", in place of block {planned[at]},"
             position = int(positions[at])
-            what = (
+            cause = (
                 self._chains.describe(int(other[0]), chain, position) if len(other) else "its own"
             )
-            text = f"{where} has keys and values at position {position} that are {what}"
+            text = f"{where} has keys and values at position {position} that are {cause}"
         elif length != sequence.end:
             block = int(table[(sequence.end - 1) // size])
             text = (

@@ -9,7 +9,7 @@ class Finding(msgspec.Struct, frozen=True):
     """The first wrong entry of a request.
 
     Attributes:
-        text: where it is, and what was found there.
+        text: location and content of the wrong entries.
         block_id: its block.
     """
 

@@ -1,4 +1,4 @@
-"""The KV canary as a step part: ends the requests whose keys and values are not their own."""
+"""The KV canary as a step part: fails requests with wrong keys and values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("hardpoint")
 
 
 class KVCanary(StepPart):
-    """Checks in each step whose keys and values the blocks of requests have; `debug.kv_canary`.
+    """Checks in each step that blocks hold the right keys and values; `debug.kv_canary`.
 
     The rank that samples checks its cache; the others have the same block tables.
     """
@@ -90,8 +90,8 @@ class CanaryFindings(RequestFilter, RequestLifecycle, PlanData, StepObserver):
         self._invalid |= dict.fromkeys(result.invalid_block_ids, self._last_step)
         ended: dict[str, RequestFault] = {}
         for report in result.part_reports.get(self._name, {}).values():
-            found = msgspec.msgpack.decode(report, type=dict[str, Finding])
-            for request_id, finding in found.items():
+            findings = msgspec.msgpack.decode(report, type=dict[str, Finding])
+            for request_id, finding in findings.items():
                 is_known = plan.step <= self._invalid.get(finding.block_id, 0)
                 if request_id in self._live and not is_known:
                     _log.error("KV canary, step %d: %s", plan.step, finding.text)

@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 _COMPUTED = "the engine goes on, and computes what could not be loaded"
 _NONE: tuple[int, bool] = (0, False)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0002, 0.005
-_LONGEST_UNPAUSED_S = 1.0  # between two counts of time; what is longer is a pause
+_LONGEST_UNPAUSED_S = 1.0  # between two counts of time; longer is a pause
 
 
 @dataclass(slots=True)
 class _Step:
-    """The plan of a step whose result has not come.
+    """The plan of a step before its result.
 
     Attributes:
         metadata: metadata of the scheduler half.
         reports: how many ranks have to report, at least.
-        loads: (request id, blocks) of what is loaded in the step itself.
+        loads: (request id, blocks) of the loads in the step itself.
         failed: whether the loads cannot be trusted, since the scheduler half raised.
     """
 
@@ -65,8 +65,8 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
     """Loads and saves of an engine, as its connector plans them.
 
     No method raises for a fault of the connector, and every wait has a deadline. A load that fails
-    or takes too long is reported to the scheduler as one whose blocks are invalid, so that they are
-    computed. Whatever comes late is ignored.
+    or takes too long is reported to the scheduler with invalid blocks, so that they are
+    computed. Late results are ignored.
     """
 
     every_plan = True
@@ -98,7 +98,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
         self._asked: dict[str, float] = {}  # on the clock of `_waited`
         self._waited, self._counted_at = 0.0, clock()  # without pauses
         self._matched: dict[str, tuple[int, bool]] = {}
-        self._without: set[str] = set()  # requests whose lookup took too long
+        self._without: set[str] = set()  # requests with a lookup that took too long
         self._loads = PendingLoads(ranks, lambda: self._waited, self._config.load_seconds)
         self._saves = Saves(ranks, clock, self._config.lease_seconds)
         self._ended: dict[str, EndedLoad] = {}  # the scheduler may not know of
@@ -140,7 +140,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
         """Return how many tokens can be loaded; none if the connector fails or takes too long."""
         request_id = request.request_id
         if self._left_out or self._is_busy(request_id) or request_id in self._without:
-            return _NONE  # an earlier request of this id, or one that has waited long enough
+            return _NONE  # an earlier request of this id, or a long wait
         try:
             count, asynchronous = self._calls.run(
                 "get_num_new_matched_tokens",
@@ -183,7 +183,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Notify the connector of blocks; remember those that it is to fill."""
+        """Notify the connector of blocks; remember the blocks that it is to fill."""
         request_id = request.request_id
         if (matched := self._matched.pop(request_id, None)) is not None:
             self._count_lookup(request.num_tokens - matched[0], num_external_tokens)
@@ -228,7 +228,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
     ) -> tuple[bool, Mapping[str, Any] | None]:
         """Notify the connector of the end of a request; its blocks are kept for a limited time.
 
-        What it loads is given up.
+        Its loads are given up.
         """
         request_id = request.request_id
         self._asked.pop(request_id, None)
@@ -255,7 +255,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
     def started(self, handshakes: Sequence[bytes | None]) -> None:
         """Give the connector the handshakes of its workers.
 
-        What workers did for the engine before is over: the new ones know nothing of it.
+        Work for the engine before is over: the new workers know nothing of it.
         """
         self._loads.workers_lost()
         self._saves.workers_lost()
@@ -313,7 +313,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
         }
 
     def updated(self, plan: SchedulerOutput) -> None:
-        """Forget the transfers that have ended: the scheduler has taken what `result` set."""
+        """Forget the transfers that have ended: the scheduler has taken the results of `result`."""
         self._steps.pop(plan.step, None)
         self._ended.clear()
         self._saved.clear()
@@ -378,7 +378,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
         self._report(message, cause)
 
     def _count_time(self) -> None:
-        """Add the time since it was counted last to that of lookups and loads, but for a pause."""
+        """Add the time since the last count to the time of lookups and loads, except pauses."""
         now = self._clock()
         self._waited += min(now - self._counted_at, _LONGEST_UNPAUSED_S)
         self._counted_at = now
@@ -421,7 +421,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
             )
         for request_id in expired:
             self._note(
-                f"get_finished() did not say within {self._config.lease_seconds:g} s "
+                f"get_finished() did not report within {self._config.lease_seconds:g} s "
                 f"(kv_connector.lease_seconds) that the blocks of request {request_id!r} are saved"
             )
 

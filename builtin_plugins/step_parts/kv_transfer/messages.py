@@ -15,7 +15,7 @@ class StepData(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         metadata: metadata of the connector's scheduler half, as msgpack; None is nothing.
-        cancelled: requests whose loads took too long.
+        cancelled: requests with loads that took too long.
     """
 
     metadata: bytes | None = None
@@ -26,7 +26,7 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The transfers and faults of one rank since the last step.
 
     Attributes:
-        loaded, saved: ids of requests whose transfers have ended, see `FinishedTransfers`.
+        loaded, saved: ids of requests with ended transfers, see `FinishedTransfers`.
         invalid_block_ids: blocks that could not be loaded.
         failure: why loads that are under way cannot be trusted; None if they can.
         left_out: whether the rank's half is not called any more, since it cannot be trusted.

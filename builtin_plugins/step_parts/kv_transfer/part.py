@@ -26,7 +26,7 @@ _CALL_LOST = "the engine goes on, and only this call is lost"
 class KVTransfer(StepPart):
     """Blocks of the KV cache that a connector loads and saves; drives the `kv_connectors` kind.
 
-    Faults of the connector cost what it was to load, which is computed; those of the part itself
+    Faults of the connector cost the blocks to load, which are computed; faults of the part itself
     end the engine.
     """
 
@@ -40,7 +40,7 @@ class KVTransfer(StepPart):
         return None if use is None else f"kv_connector.use: {use!r}"
 
     def engine_half(self, context: EngineHalfContext) -> TransferPlanner | _WithoutConnector:
-        """Return the half that plans; without a connector, one that warns of parameters for it.
+        """Return the half that plans; without a connector, a half that warns of its parameters.
 
         Raises:
             PluginError: the connector cannot be built.

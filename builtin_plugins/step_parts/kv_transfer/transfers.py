@@ -60,7 +60,7 @@ class EndedLoad:
 class PendingLoads:
     """Asynchronous loads by request id.
 
-    A request whose load was cancelled may be named late. Its id loads nothing again for a while, so
+    A request with a canceled load may be named late. Its id loads nothing again for a while, so
     that this does not end the load of another request.
     """
 
@@ -92,7 +92,7 @@ class PendingLoads:
         self._loads[request_id] = PendingLoad(frozenset(blocks), deadline, set(self._ranks))
 
     def plan(self, step: int) -> list[str]:
-        """Let a plan start what no plan has started; return what it cancels."""
+        """Let a plan start transfers that no plan has started; return canceled ones."""
         cancelled = []
         for request_id, load in self._loads.items():
             if load.step is None:
@@ -120,9 +120,9 @@ class PendingLoads:
                 load.give_up()
 
     def plan_lost(self, step: int) -> None:
-        """Give up all loads that plans up to one that is lost have started.
+        """Give up all loads started by plans up to a lost one.
 
-        What workers reported with its result is lost, too: that a load has ended, or has failed.
+        Reports of workers with its result are lost, too: that a load has ended, or has failed.
         """
         for load in self._loads.values():
             if load.cancelled_in == step:
@@ -145,7 +145,7 @@ class PendingLoads:
             load.give_up()
 
     def pop_late(self) -> list[str]:
-        """Give up the loads whose time is over, and return them."""
+        """Give up late loads, and return them."""
         now, late = self._clock(), []
         for request_id, load in self._loads.items():
             if load.ranks and now > load.deadline:
@@ -178,7 +178,7 @@ class PendingLoads:
 
 @dataclass(slots=True)
 class _Save:
-    """An ended request whose blocks are kept for the connector.
+    """An ended request with blocks kept for the connector.
 
     Attributes:
         deadline: time on the clock of `Saves`.
@@ -193,7 +193,7 @@ class _Save:
 
 @dataclass
 class Saves:
-    """Ended requests whose blocks are kept until all ranks have saved them, or time is over.
+    """Ended requests with blocks kept until all ranks have saved them, or time is over.
 
     Attributes:
         ranks: all ranks.
@@ -234,7 +234,7 @@ class Saves:
             save.ranks.clear()
 
     def end(self) -> tuple[list[str], list[str]]:
-        """Remove what is saved, or kept for too long; return both, the second alone once more."""
+        """Remove saved and late saves; return both, the late ones again by themselves."""
         now = self.clock()
         late = [r for r, save in self._saves.items() if save.ranks and now > save.deadline]
         ended = [r for r, save in self._saves.items() if not save.ranks] + late

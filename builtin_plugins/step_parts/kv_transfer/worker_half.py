@@ -50,7 +50,7 @@ _MOST_EVENTS = 1 << 16
 
 
 class TransferWorker(BlockAccess, WorkerStep, LayerWrapper):
-    """Calls the connector's worker half; collects what happens in each step.
+    """Calls the connector's worker half; collects the events of each step.
 
     A half that cannot end its loads, or take the KV cache, is closed and not called again.
     """
@@ -346,14 +346,14 @@ class TransferWorker(BlockAccess, WorkerStep, LayerWrapper):
         Args:
             loads: whether loads cannot be trusted if it raises.
             is_vital: whether the half is left out if it raises.
-            function: calls it and checks what it returns.
+            function: calls it and checks its result.
         """
         try:
             return self._calls.run(method, function or getattr(self._half, method), *args)
         except BaseException as cause:
             ends = ", and it is not called again" if is_vital else ""
-            what = f"{method}() failed{ends}"
-            message = self._failed(what, cause, loads=loads or is_vital)
+            problem = f"{method}() failed{ends}"
+            message = self._failed(problem, cause, loads=loads or is_vital)
         if is_vital:
             self._leave_out(message)
         return None
@@ -363,8 +363,8 @@ class TransferWorker(BlockAccess, WorkerStep, LayerWrapper):
         self._run("close")
         self._left_out = message
 
-    def _failed(self, what: str, cause: BaseException, *, loads: bool = True) -> str:
-        message = f"{self._calls.source}: {what}: {self._describe(cause)}"
+    def _failed(self, problem: str, cause: BaseException, *, loads: bool = True) -> str:
+        message = f"{self._calls.source}: {problem}: {self._describe(cause)}"
         if loads:
             self._failure = message
         self.fault(self.name, message)
@@ -409,7 +409,7 @@ def _ids(value: Iterable[str]) -> frozenset[str]:
     if isinstance(value, str):
         raise TypeError(f"expected collections of request ids, got {shown(value)}")
     ids = frozenset(value)
-    if wrong := [one for one in ids if type(one) is not str]:
+    if wrong := [request_id for request_id in ids if type(request_id) is not str]:
         raise TypeError(f"expected request ids, got {shown(wrong[0])}")
     return ids
 

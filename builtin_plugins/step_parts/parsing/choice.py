@@ -30,8 +30,8 @@ class ConfiguredParsers:
         """Open the parsers.
 
         Raises:
-            PluginError: one that the configuration names is not enabled, or cannot be built.
-            ConfigError: the tokenizer lacks what its format needs.
+            PluginError: a configured parser is not enabled, or cannot be built.
+            ConfigError: the tokenizer lacks markers of its format.
         """
         self.components, self.tokenizer = context.components, tokenizer
         by_kind = self._opened(config)
@@ -46,19 +46,19 @@ class ConfiguredParsers:
 
     def find(self, kind: str, name: str) -> type[OutputParser] | None:
         """Return the class of a parser; None if it is not enabled."""
-        found: Any = self.components.find(kind, name)
-        cls: type[OutputParser] | None = found
+        component: Any = self.components.find(kind, name)
+        cls: type[OutputParser] | None = component
         return cls
 
     def create(self, kind: str, name: str, arguments: Any = None) -> OutputParser:
         """Return a new parser.
 
         Args:
-            arguments: those of the request that it is for; None is the defaults.
+            arguments: arguments of the request; None is the defaults.
 
         Raises:
             PluginError: it is not enabled, or cannot be built.
-            ConfigError: the tokenizer lacks what its format needs.
+            ConfigError: the tokenizer lacks markers of its format.
         """
         parser: OutputParser = self.components.create(
             kind, name, OutputParserContext, tokenizer=self.tokenizer, arguments=arguments
@@ -95,7 +95,7 @@ class ConfiguredParsers:
         return by_kind
 
     def _fitting(self, kind: str) -> str | None:
-        """Return the name of the parser whose markers the model's chat template has; None: no such.
+        """Return the name of the parser with the markers of the model's chat template, or None.
 
         Raises:
             PluginConflictError: several distributions offer it, and no setting chooses one.

@@ -54,7 +54,7 @@ class ParsedFormat(OutputFormat):
 
     @property
     def markers(self) -> ReasoningMarkers | None:
-        """The tokens that enclose reasoning; of requests with tools, those of calls too.
+        """The tokens that enclose reasoning; with tools, also tokens around calls.
 
         Raises:
             RequestError: the parser failed.

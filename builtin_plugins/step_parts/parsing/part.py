@@ -53,7 +53,7 @@ class ParsedRequests(FrontendHalf):
 
     @property
     def components(self) -> Sequence[Component]:
-        """The latest parsers, but for those of one request alone."""
+        """The latest parsers, except parsers of one request alone."""
         return self._parsers.components
 
     @property
@@ -84,7 +84,7 @@ class ParsedRequests(FrontendHalf):
     def output_format(
         self, request: EngineCoreRequest, calls: RequestedCalls | None
     ) -> OutputFormat | None:
-        """Return the format of a request's parsers; None without any, and of one that pools.
+        """Return the format of a request's parsers; None without parsers, or if it pools.
 
         Raises:
             RequestError: the request names a parser that is not enabled, or a parser failed.

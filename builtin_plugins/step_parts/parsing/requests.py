@@ -28,12 +28,12 @@ class RequestParsers:
         self.configured = configured
         self._components, self._shared = configured.components, configured.shared
         self._chosen: dict[tuple[str, str], tuple[Any, OutputParser]] = {}
-        """Those that requests name, with their identity, by kind and name."""
+        """Parsers that requests name, with their identity, by kind and name."""
         self._replaced: list[OutputParser] = []
 
     @property
     def components(self) -> list[OutputParser]:
-        """The latest ones, but for those of one request alone."""
+        """The latest parsers, except parsers of one request alone."""
         chosen = (parser for _, parser in self._chosen.values())
         return list(dict.fromkeys([*self._shared.components, *chosen]))
 
@@ -41,11 +41,11 @@ class RequestParsers:
         """Return the output parsers of a request; the caller closes them.
 
         Raises:
-            RequestError: one that has the request's arguments cannot be created.
+            RequestError: a parser with the request's arguments cannot be created.
         """
         if request.params.reasoning_parser or request.params.tool_parser:
             return self._named(request)
-        own: dict[str, OutputParser] = {}
+        parsers_by_kind: dict[str, OutputParser] = {}
         with contextlib.ExitStack() as undo:
             for kind, name in self.configured.names:
                 if (plain := request.plugin_args.get(key := f"{kind}/{name}")) is not None:
@@ -56,9 +56,11 @@ class RequestParsers:
                         error=RequestError,
                         str_keys=True,
                     )
-                    own[kind] = self._created(kind, name, arguments)
-                    undo.callback(own[kind].close)
-            parsers = self._shared.with_own(own) if own else self._shared.hold()
+                    parsers_by_kind[kind] = self._created(kind, name, arguments)
+                    undo.callback(parsers_by_kind[kind].close)
+            parsers = (
+                self._shared.with_own(parsers_by_kind) if parsers_by_kind else self._shared.hold()
+            )
             undo.pop_all()
         return parsers
 
@@ -90,8 +92,10 @@ class RequestParsers:
                 continue
             cls = self._named_class(kind, field, name)
             if cls not in opened:
-                own = None if configured is None else configured.name
-                if configured is None or cls is not self.configured.find(kind, own or ""):
+                configured_name = None if configured is None else configured.name
+                if configured is None or cls is not self.configured.find(
+                    kind, configured_name or ""
+                ):
                     configured = self._chosen_one(kind, name)
                 opened[cls] = configured
             by_kind[kind] = opened[cls]

@@ -28,7 +28,7 @@ ACTIVATIONS = ("Identity", "Tanh", "GELU", "ReLU", "SiLU", "Sigmoid")
 """Classes of torch.nn that may follow a dense layer."""
 
 CLASS_ACTIVATIONS = ("sigmoid", "softmax", "tanh")
-"""What may follow the logits of classes, by the names of torch."""
+"""Activations of the logits of classes, by the names of torch."""
 
 _SETTINGS = "config_sentence_transformers.json"
 
@@ -63,12 +63,12 @@ class ModelPooling:
         pooler: pooler of its vectors; None if its folder names none.
         normalize: whether its vectors have length 1.
         dense: layers after the pooling.
-        prompts: texts before those that are embedded, by name.
+        prompts: texts before embedded texts, by name.
         default_prompt: name of the one of texts for which none is named.
         cuts: sizes that its vectors may be cut to; None is any, and empty none.
         size: size of its vectors; None if it is not known.
         labels: names of its classes; empty if it has none.
-        activation: what makes numbers of classes of its logits: one of CLASS_ACTIVATIONS.
+        activation: function of the logits of classes: one of CLASS_ACTIVATIONS.
         activates: whether it does so for requests that leave it open.
         token_types: whether tokens of the second of two texts have another type.
     """
@@ -86,7 +86,7 @@ class ModelPooling:
     token_types: bool = False
 
     def prompt(self, name: str | None, purpose: str | None = None) -> str:
-        """Return the text before those that are embedded; see `PooledResults.call`.
+        """Return the text before embedded texts; see `PooledResults.call`.
 
         Raises:
             RequestError: there is no prompt of that name.
@@ -107,7 +107,7 @@ def read_pooling(config: ModelConfig | None, files: ModelFiles | None) -> ModelP
     """Return the settings in the configuration and the folder of a model.
 
     Raises:
-        ModelError: a file is damaged, or asks for what is not supported; names file and field.
+        ModelError: a file is damaged or has unsupported settings; names file and field.
     """
     hf = {} if config is None else config.hf
     size = next(
@@ -149,12 +149,12 @@ def read_classifier(config: ModelConfig, files: ModelFiles | None) -> ModelPooli
     cross-encoder of sentence-transformers states its own.
 
     Raises:
-        ModelError: a file is damaged, or asks for what is not supported; names file and field.
+        ModelError: a file is damaged or has unsupported settings; names file and field.
     """
     hf, folder = config.hf, None if files is None else files.path
     names, count = hf.get("id2label"), hf.get("num_labels", 2)
-    found = names.values() if isinstance(names, dict) and names else range(int(count))
-    labels = [str(label) for label in found]
+    names_of_classes = names.values() if isinstance(names, dict) and names else range(int(count))
+    labels = [str(label) for label in names_of_classes]
     several = hf.get("problem_type") == "multi_label_classification"
     default = "sigmoid" if len(labels) == 1 or several else "softmax"
     stated, where = hf.get("sbert_ce_default_activation_function"), "config.json: "
@@ -164,9 +164,9 @@ def read_classifier(config: ModelConfig, files: ModelFiles | None) -> ModelPooli
     prompts: dict[str, str] = {}
     default_prompt = None
     if folder is not None and (folder / "modules.json").is_file():
-        own = _cross_encoder(folder)
+        settings = _cross_encoder(folder)
         prompts, default_prompt = _prompts(folder)
-        if (name := own.get("activation_fn")) is not None:
+        if (name := settings.get("activation_fn")) is not None:
             stated, where = name, f"{folder / _SETTINGS}: activation_fn"
     name = default if stated is None else str(stated).rpartition(".")[2].lower()
     if name not in (*CLASS_ACTIVATIONS, "identity"):
@@ -205,7 +205,7 @@ def _cross_encoder(folder: Path) -> dict[str, Any]:
     modality = table.get("modality_config") or {}
     if "message" in modality:
         raise ModelError(
-            f"{path}: modality_config: expected text alone, for pairs are not put into a chat "
+            f"{path}: modality_config: expected text alone, because pairs have no chat "
             f"template, got {', '.join(modality)}"
         )
     if table.get("processing_kwargs"):
@@ -216,7 +216,7 @@ def _cross_encoder(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = _read(path, dict) if path.is_file() else {}
     if settings.get("keep_in_fp32_modules"):
         raise ModelError(
-            f"{path}: keep_in_fp32_modules: expected none, for all layers have one dtype, "
+            f"{path}: keep_in_fp32_modules: expected none, because all layers have one dtype, "
             f"got {shown(settings['keep_in_fp32_modules'])}"
         )
     return settings
@@ -242,7 +242,7 @@ def _pooler(path: Path) -> str:
         )
     if table.get("include_prompt") is False:
         raise ModelError(
-            f"{path}: include_prompt: expected true, for prompts are pooled whole, got false"
+            f"{path}: include_prompt: expected true, because prompts are pooled whole, got false"
         )
     return _MODES[mode]
 
@@ -292,12 +292,12 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 def _read(path: Path, kind: type[Any]) -> Any:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(found, kind):
-        raise ModelError(f"{path}: expected a {kind.__name__}, got {shown(found)}")
-    return found
+    if not isinstance(content, kind):
+        raise ModelError(f"{path}: expected a {kind.__name__}, got {shown(content)}")
+    return content
 
 
 def _field(table: Any, name: str, path: Path) -> Any:

@@ -21,7 +21,7 @@ class PoolingReport(msgspec.Struct, array_like=True):
     """The results of a step.
 
     Attributes:
-        pooled: by request, of those whose prompt is complete.
+        pooled: by request, of complete prompts.
         failed: why a request ends with an error: the message, and the name of the pooler.
     """
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Pooling(StepPart):
-    """Requests with `pooling_params`, whose results are vectors; drives the `poolers` kind.
+    """Requests with `pooling_params`, which return vectors; drives the `poolers` kind.
 
     A fault of a pooler ends the request that it is about.
     """
@@ -35,7 +35,7 @@ class Pooling(StepPart):
             pooler: pooler of requests that name none; None is the one that the folder of the model
                 names, or else "last".
         matryoshka_dimensions: sizes that vectors may be cut to, of a model that was trained for it
-            without a field of its config.json; None is what these fields state.
+            without a field of its config.json; None takes them from these fields.
         """
 
         pooler: Annotated[str, Meta(min_length=1)] | None = None
@@ -67,7 +67,7 @@ class Pooling(StepPart):
         """Return how the model pools, as its folder, its class and the options state it.
 
         Raises:
-            ModelError: the folder asks for what is not supported.
+            ModelError: the folder has unsupported settings.
         """
         options = self.options
         changed: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Pooling in the frontend and the engine: which requests pool, how, and what they come to."""
+"""Pooling in the frontend and the engine: requests, their poolers and their results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _OF_ANSWERS = (
     "reasoning_parsers",
     "tool_parsers",
 )
-"""Kinds whose components do nothing for requests that pool."""
+"""Kinds with components that do nothing for pooling requests."""
 
 _PAIR = ("text", "text_pair")
 _POOLING_FIELDS = ("pooling_params", "second_type_start")
@@ -102,14 +102,14 @@ class PooledReader(OutputReader):
 
 
 class PooledRequests(FrontendHalf):
-    """Checks the parameters of requests that pool, and fills in those of the model."""
+    """Checks the parameters of pooling requests, and fills in the defaults of the model."""
 
     prompt_keys = _PAIR
     for_fields = _POOLING_FIELDS
     for_parameters = ("plugin_args",)  # of poolers, which other requests are not to have
 
     def __init__(self, components: ComponentFactory, model: ModelPooling) -> None:
-        """Look poolers up in `components`; `model` has what requests leave open."""
+        """Look up poolers in `components`; `model` has the defaults of requests."""
         self._components, self._model = components, model
 
     def output_format(
@@ -151,12 +151,12 @@ class PooledRequests(FrontendHalf):
             RequestError: its pooler is not enabled, or is not one for its task; it gives arguments
                 to a component that it does not use; or it is a pair that does not pool.
         """
-        given = request.params.plugin_args
+        arguments = request.params.plugin_args
         if request.second_type_start is not None:
             _check_types(request)
         if (params := request.pooling_params) is None:
-            for path, _ in self._named(given, KIND) if given else ():
-                raise RequestError(f"{path}: expected none, for the request does not pool")
+            for path, _ in self._named(arguments, KIND) if arguments else ():
+                raise RequestError(f"{path}: expected none, because the request does not pool")
             if request.second_type_start is not None:
                 raise RequestError(
                     "text_pair: expected one prompt: texts are read in pairs to be classified and "
@@ -167,7 +167,7 @@ class PooledRequests(FrontendHalf):
         per_token = params.task in OF_TOKENS
         name = params.pooler or ("all" if per_token else self._model.pooler or "last")
         cls = self._class_of(name, params)
-        self._check_arguments(given, name)
+        self._check_arguments(arguments, name)
         if params.task in PAIRED and params.dimensions is not None:
             raise RequestError(
                 f'dimensions: expected none for the task "{params.task}", got {params.dimensions}'
@@ -184,26 +184,26 @@ class PooledRequests(FrontendHalf):
             request.params, max_tokens=1, skip_reading_prefix_cache=cls.needs_all
         )
 
-    def _check_arguments(self, given: Mapping[str, Any], pooler: str) -> None:
-        """Check that a request that pools gives arguments to nothing but what it uses.
+    def _check_arguments(self, arguments: Mapping[str, Any], pooler: str) -> None:
+        """Check that a pooling request has arguments only for components that it uses.
 
         Raises:
-            RequestError: they are for another pooler, or for what makes or reads an answer.
+            RequestError: they are for another pooler, or for components of answers.
         """
-        for path, name in self._named(given, KIND):
+        for path, name in self._named(arguments, KIND):
             if name != pooler:
-                raise RequestError(f"{path}: expected none, for the request's pooler is {pooler!r}")
+                raise RequestError(f"{path}: expected none, because the pooler is {pooler!r}")
         for kind in _OF_ANSWERS:
-            for path, _ in self._named(given, kind):
+            for path, _ in self._named(arguments, kind):
                 raise RequestError(
-                    f"{path}: expected none, for the request pools, and {kind} are for those that "
-                    f"generate"
+                    f"{path}: expected none, because the request pools, and {kind} are for "
+                    f"requests that generate"
                 )
 
-    def _named(self, given: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
-        for name in self._components.enabled(kind) if given else ():
+    def _named(self, arguments: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
+        for name in self._components.enabled(kind) if arguments else ():
             for key in (name, f"{kind}/{name}"):
-                if key in given:
+                if key in arguments:
                     yield f"plugin_args.{key}", name
 
     def _check_pair(self, request: EngineCoreRequest, params: PoolingParams) -> None:
@@ -241,8 +241,9 @@ class PooledRequests(FrontendHalf):
             )
         if cuts is not None:
             raise RequestError(
-                f"dimensions: expected none, for the model was not trained for vectors that are "
-                f"cut: its config.json has no matryoshka_dimensions, nor is_matryoshka; got {size}"
+                f"dimensions: expected none, because the model was not trained for shortened "
+                f"vectors: its config.json has neither matryoshka_dimensions nor is_matryoshka; "
+                f"got {size}"
             )
         if self._model.size is not None and size > self._model.size:
             raise RequestError(f"dimensions: expected at most {self._model.size}, got {size}")
@@ -257,8 +258,8 @@ class PooledRequests(FrontendHalf):
         if params.pooler or self._model.pooler:
             self._components.check_name(KIND, name, "pooler")
         enabled = self._components.enabled(KIND)
-        if name in enabled and (found := self._class(name)).per_token == per_token:
-            return found
+        if name in enabled and (pooler := self._class(name)).per_token == per_token:
+            return pooler
         fitting = [known for known in enabled if self._class(known).per_token == per_token]
         hint = "" if name in enabled else self._hint(name)
         raise RequestError(
@@ -282,7 +283,7 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
     for_fields = _POOLING_FIELDS
 
     def __init__(self, name: str, poolers: Collection[str], model: ModelPooling) -> None:
-        """`poolers`: names of those that are enabled."""
+        """`poolers`: names of the enabled poolers."""
         self._name, self._poolers, self._model = name, frozenset(poolers), model
         self.tasks = TASKS
         if model.labels:
@@ -292,20 +293,20 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
         """Check a request that another frontend may have made.
 
         Raises:
-            RequestError: it names no pooler, or one that is not enabled; or it has types of tokens
+            RequestError: it names no pooler, or a disabled one; or it has types of tokens
                 that it may not have.
         """
         _check_types(request)
         start = request.second_type_start
         if request.pooling_params is None:
             raise RequestError(
-                f"second_type_start: expected none, for the request does not pool, got {start}"
+                f"second_type_start: expected none, because the request does not pool, got {start}"
             )
         has_types = start is not None and start < len(request.prompt_token_ids)
         if has_types and not self._model.token_types:
             raise RequestError(
                 f"second_type_start: expected {len(request.prompt_token_ids)}, the length of the "
-                f"prompt, for the model has no types of tokens, got {start}"
+                f"prompt, because the model has no token types, got {start}"
             )
         if (name := request.pooling_params.pooler) not in self._poolers:
             known = ", ".join(sorted(self._poolers))
@@ -318,9 +319,9 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Answer a call of a program.
 
-        "describe" returns how the model pools. "prompt" returns the text that comes before those
-        that are embedded: with `name`, the one of that name, or the default one for None; with
-        `purpose`, that of a "query" or a "document", empty if the model has none.
+        "describe" returns how the model pools. "prompt" returns the text before embedded
+        texts: with `name`, the one of that name, or the default one for None; with
+        `purpose`, the prompt of a "query" or a "document", empty if the model has none.
 
         Raises:
             RequestError: it is another call, or there is no such prompt.
@@ -345,7 +346,7 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
         plan: SchedulerOutput,  # noqa: ARG002
         result: ModelRunnerOutput,
     ) -> Mapping[str, RequestFault]:
-        """Read the vectors of prompts that are complete; return those that could not be pooled."""
+        """Read the vectors of complete prompts; return the prompts that could not be pooled."""
         faults: dict[str, RequestFault] = {}
         for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
             report = msgspec.msgpack.decode(data, type=PoolingReport)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Pooler:
-    """A pooler, and what calls it."""
+    """A pooler, and its guard."""
 
     pooler: Pooler
     calls: ComponentCalls
@@ -79,7 +79,7 @@ class PoolingWorker(WorkerStep, HiddenStates):
             if layer.in_features != size:
                 raise ModelError(
                     f"{layer.folder / 'config.json'}: in_features: expected {size}, the size of "
-                    f"what comes before, got {layer.in_features}"
+                    f"its input, got {layer.in_features}"
                 )
         self._dense = [_Dense(layer, context.device) for layer in model.dense]
         self._poolers: dict[str, _Pooler] = {}
@@ -88,7 +88,7 @@ class PoolingWorker(WorkerStep, HiddenStates):
         self._report = PoolingReport()
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
-        """Start the new requests that pool, those again that were preempted."""
+        """Start the new pooling requests; start preempted ones again."""
         for new in plan.new_requests:
             if (params := new.source.pooling_params) is not None:
                 self._start(new, params)
@@ -110,8 +110,10 @@ class PoolingWorker(WorkerStep, HiddenStates):
             msgspec.convert(plain, pooler.arguments),
         )
         if prompt.state is not None and not isinstance(prompt.state, PromptPooler):
-            found = type(prompt.state).__name__
-            self._fail(source.request_id, prompt, f"start() gave {found}, expected a PromptPooler")
+            type_name = type(prompt.state).__name__
+            self._fail(
+                source.request_id, prompt, f"start() gave {type_name}, expected a PromptPooler"
+            )
 
     def _pooler(self, name: str) -> _Pooler:
         if name not in self._poolers:
@@ -132,7 +134,7 @@ class PoolingWorker(WorkerStep, HiddenStates):
         return self._poolers[name]
 
     def hidden(self, hidden: torch.Tensor, rows: StepRows) -> None:
-        """Give each request its hidden states; finish those whose prompt is complete."""
+        """Give each request its hidden states; finish complete prompts."""
         for index, name in enumerate(rows.request_ids):
             first, end = rows.starts[index : index + 2]
             prompt = self._prompts[name]
@@ -146,7 +148,7 @@ class PoolingWorker(WorkerStep, HiddenStates):
             self._report_pooled()
 
     def _finish(self, name: str, prompt: _PooledPrompt, state: PromptPooler) -> None:
-        """Keep the result of a prompt, which is reported with those of the same step."""
+        """Keep the result of a prompt, to be reported with the other results of the step."""
         pooled = self._called(name, "finish", prompt, state.finish)
         if prompt.state is None:
             return
@@ -155,26 +157,26 @@ class PoolingWorker(WorkerStep, HiddenStates):
             return
         prompt.state = None
         params = prompt.params
-        asked: tuple[int | None, bool] = None, False
+        conversion: tuple[int | None, bool] = None, False
         if params.task in PAIRED:
             values = self._classified(pooled, params)
         else:
-            values, asked = pooled.float(), (params.dimensions, bool(params.normalize))
+            values, conversion = pooled.float(), (params.dimensions, bool(params.normalize))
             if not prompt.pooler.pooler.per_token:
                 for dense in self._dense:
                     values = dense(values)
-        group = self._pooled.setdefault((values.shape, *asked), [])
+        group = self._pooled.setdefault((values.shape, *conversion), [])
         group.append((name, prompt, values))
 
     def _report_pooled(self) -> None:
         import torch  # noqa: PLC0415 - halves elsewhere load without it
 
-        for (_, dimensions, normalize), found in self._pooled.items():
-            values = torch.stack([values for *_, values in found])
+        for (_, dimensions, normalize), results in self._pooled.items():
+            values = torch.stack([values for *_, values in results])
             values = _as_asked(values, dimensions, normalize=normalize)
-            finite = values.isfinite().reshape(len(found), -1).all(1).tolist()
+            finite = values.isfinite().reshape(len(results), -1).all(1).tolist()
             arrays = values.cpu().numpy().astype("<f4")
-            for (name, prompt, _), is_finite, array in zip(found, finite, arrays, strict=True):
+            for (name, prompt, _), is_finite, array in zip(results, finite, arrays, strict=True):
                 if is_finite:
                     self._report.pooled[name] = PooledPrompt(list(array.shape), array.tobytes())
                 else:
@@ -187,8 +189,8 @@ class PoolingWorker(WorkerStep, HiddenStates):
         assert loaded is not None, "the engine has made the context"
         assert loaded.classify is not None, "the task is refused of other models"
         values = loaded.classify(pooled.unsqueeze(0))[0].float()
-        asked = params.use_activation
-        if self._activates if asked is None else asked:
+        use_activation = params.use_activation
+        if self._activates if use_activation is None else use_activation:
             values = (
                 values.softmax(-1)
                 if self._activation == "softmax"
@@ -269,13 +271,13 @@ class _Dense:
             shapes["linear.bias"] = [layer.out_features]
         try:
             with safetensors.safe_open(path, framework="pt") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError) as error:
             raise ModelError(f"{path}: cannot be read: {error}") from None
-        if (sizes := {name: list(tensor.shape) for name, tensor in found.items()}) != shapes:
+        if (sizes := {name: list(tensor.shape) for name, tensor in tensors.items()}) != shapes:
             raise ModelError(f"{path}: expected tensors of the shapes {shapes}, got {sizes}")
-        self._weight = found["linear.weight"].float().to(device)
-        bias = found.get("linear.bias")
+        self._weight = tensors["linear.weight"].float().to(device)
+        bias = tensors.get("linear.bias")
         self._bias = None if bias is None else bias.float().to(device)
         self._activation = getattr(torch.nn, layer.activation)()
 

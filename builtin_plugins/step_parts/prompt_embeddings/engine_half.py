@@ -49,10 +49,10 @@ class EmbeddedPrompts(RequestFilter, RequestLifecycle, BlockKey, PlanData):
         rows, name = request.prompt_embeds, "prompt_embeds"
         if type(rows) is not np.ndarray or rows.dtype not in FLOATS:
             is_array = isinstance(rows, np.ndarray)
-            found = f"{rows.dtype} {list(rows.shape)}" if is_array else shown(rows)
+            actual = f"{rows.dtype} {list(rows.shape)}" if is_array else shown(rows)
             raise RequestError(
                 f"{name}: expected an array of float32, float16 or, for bfloat16, uint16, got "
-                f"{found}"
+                f"{actual}"
             )
         if self._width is None:
             self._width = next(map(int, self._call_workers(b"")), None)
@@ -79,12 +79,12 @@ class EmbeddedPrompts(RequestFilter, RequestLifecycle, BlockKey, PlanData):
         first, end = np.searchsorted(positions, (span.start, span.stop))
         if first == end:
             return None
-        own = float32_of(rows[first:end]).tobytes()
+        content = float32_of(rows[first:end]).tobytes()
         places = (positions[first:end] - span.start).tolist()
-        return msgspec.msgpack.encode((places, hashlib.sha256(own).digest()))
+        return msgspec.msgpack.encode((places, hashlib.sha256(content).digest()))
 
     def _positions(self, request: EngineCoreRequest) -> Positions:
-        """Return the positions of embeddings; those of the latest mixed prompt are kept."""
+        """Return the positions of embeddings; the latest mixed prompt is cached."""
         mask, latest = request.prompt_is_token_ids, self._latest
         if mask is None:
             return positions_of(request)
@@ -100,5 +100,5 @@ class EmbeddedPrompts(RequestFilter, RequestLifecycle, BlockKey, PlanData):
         if any(new.source.request_id in self._ends for new in plan.new_requests):
             return b""
         computed = plan.num_computed_tokens()
-        own = plan.num_scheduled_tokens.keys() & self._ends.keys()
-        return b"" if any(computed[name] < self._ends[name] for name in own) else None
+        names = plan.num_scheduled_tokens.keys() & self._ends.keys()
+        return b"" if any(computed[name] < self._ends[name] for name in names) else None

@@ -21,7 +21,7 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 class PromptEmbeddings(StepPart):
-    """Prompts of which some or all positions have an embedding instead of a token id.
+    """Prompts with embeddings instead of token ids at some or all positions.
 
     A fault ends the requests that have some.
     """
@@ -32,7 +32,7 @@ class PromptEmbeddings(StepPart):
         """Options.
 
         Attributes:
-            enabled: whether requests may have embeddings. Those of the HTTP server may only if
+            enabled: whether requests may have embeddings. Requests to the HTTP server may only if
                 `server.prompt_embeds` is set, too.
             max_bytes: bytes of the embeddings of a prompt, as float32, at most.
         """
@@ -57,7 +57,7 @@ class PromptEmbeddings(StepPart):
         """Return the half that keys blocks; None if embeddings are off."""
         if not self.options.enabled:
             return None
-        from .engine_half import EmbeddedPrompts  # noqa: PLC0415 - what is off costs nothing
+        from .engine_half import EmbeddedPrompts  # noqa: PLC0415 - disabled features cost nothing
 
         return EmbeddedPrompts(self._width(), self.options.max_bytes, context.call_workers)
 
@@ -72,5 +72,5 @@ class PromptEmbeddings(StepPart):
 
     def _width(self) -> int | None:
         config = self.context.model_config
-        found = [] if config is None else [config.hf.get(name) for name in _WIDTHS]
-        return next((size for size in found if type(size) is int), None)
+        widths = [] if config is None else [config.hf.get(name) for name in _WIDTHS]
+        return next((size for size in widths if type(size) is int), None)

@@ -94,32 +94,32 @@ class EmbeddedRequests(FrontendHalf):
             raise RequestError(f"{_PARTS}: expected a list of parts, got {shown(parts)}")
         ids: list[int] = []
         mask: list[bool] = []
-        found: list[Rows] = []
+        pieces: list[Rows] = []
         for index, part in enumerate(parts):
             if isinstance(part, str):
                 new = reader.tokenise(part, add_special_tokens=index == 0)
             elif _is_list(part):
                 new = _checked_ids(part, f"{_PARTS}[{index}]")
             else:
-                left = self._max_bytes - sum(4 * rows.size for rows in found)
-                found.append(rows_of(part, f"{_PARTS}[{index}]", self._width, left))
-                new = [0] * len(found[-1])
+                left = self._max_bytes - sum(4 * rows.size for rows in pieces)
+                pieces.append(rows_of(part, f"{_PARTS}[{index}]", self._width, left))
+                new = [0] * len(pieces[-1])
                 mask += [False] * len(new)
             ids += new
             mask += [True] * (len(ids) - len(mask))
-        if not found:
+        if not pieces:
             return GivenPrompt(token_ids=ids)
-        return _given(ids, mask, self._joined(found))
+        return _given(ids, mask, self._joined(pieces))
 
-    def _joined(self, found: Sequence[Rows]) -> Rows:
-        if len(found) == 1:
-            return found[0]
-        widths = {rows.shape[1] for rows in found}
+    def _joined(self, pieces: Sequence[Rows]) -> Rows:
+        if len(pieces) == 1:
+            return pieces[0]
+        widths = {rows.shape[1] for rows in pieces}
         if len(widths) > 1:
             raise RequestError(f"{_PARTS}: expected rows of one width, got {sorted(widths)}")
-        if len({rows.dtype for rows in found}) > 1:
-            found = list(map(float32_of, found))
-        joined = np.concatenate(found)
+        if len({rows.dtype for rows in pieces}) > 1:
+            pieces = list(map(float32_of, pieces))
+        joined = np.concatenate(pieces)
         joined.flags.writeable = False
         return joined
 
@@ -127,7 +127,7 @@ class EmbeddedRequests(FrontendHalf):
         """Check a request with embeddings; its rows become an array of its own.
 
         Raises:
-            RequestError: a value is wrong, or it asks for what needs ids.
+            RequestError: a value is wrong, or it uses a feature that needs ids.
         """
         check_together(request)
         rows = rows_of_request(request.prompt_embeds, "prompt_embeds", self._width, self._max_bytes)

@@ -43,8 +43,8 @@ def rows_of(value: Any, path: str, width: int | None, max_bytes: int) -> Rows:
         value = _as_array(value, path)
     elif dtype == "bfloat16":  # of a package that adds it to numpy
         value = np.ascontiguousarray(value).view(np.uint16)
-    own = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
-    return _checked(np.array(value, dtype=own, order="C", subok=False), path)
+    numpy_dtype = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+    return _checked(np.array(value, dtype=numpy_dtype, order="C", subok=False), path)
 
 
 def rows_of_request(value: Any, path: str, width: int | None, max_bytes: int) -> Rows:
@@ -114,11 +114,11 @@ def _as_array(tensor: Any, path: str) -> Any:
     if tensor.layout is not torch.strided or tensor.is_meta:
         form = f"{tensor.layout} on {tensor.device}"
         raise RequestError(f"{path}: expected {_EXPECTED}, got {form}")
-    found = tensor.detach().cpu().resolve_neg()
-    if found.dtype == torch.bfloat16:
-        found = found.contiguous().view(torch.int16)
-        return found.numpy().view(np.uint16)
-    return found.numpy()
+    host_tensor = tensor.detach().cpu().resolve_neg()
+    if host_tensor.dtype == torch.bfloat16:
+        host_tensor = host_tensor.contiguous().view(torch.int16)
+        return host_tensor.numpy().view(np.uint16)
+    return host_tensor.numpy()
 
 
 def positions_of(request: EngineCoreRequest) -> Positions:
@@ -142,8 +142,8 @@ def check_mask(ids: Sequence[Any], mask: Any, num_rows: int) -> None:
     """
     if mask is not None:
         if not isinstance(mask, list) or any(type(item) is not bool for item in mask):
-            found = shown(mask)
-            raise RequestError(f"prompt_is_token_ids: expected a list of booleans, got {found}")
+            actual = shown(mask)
+            raise RequestError(f"prompt_is_token_ids: expected a list of booleans, got {actual}")
         if len(mask) != len(ids):
             raise RequestError(
                 f"prompt_is_token_ids: expected one for each of {len(ids)} prompt_token_ids, got "

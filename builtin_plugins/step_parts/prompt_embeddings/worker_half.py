@@ -64,18 +64,18 @@ class EmbeddedRows(WorkerStep, InputEmbeddings, WorkerCalls):
         prompt = self._prompts.get(name)
         if prompt is None:
             return False
-        own = prompt.within(self._computed[name], count)
-        return bool(own.start < own.stop)
+        span = prompt.within(self._computed[name], count)
+        return bool(span.start < span.stop)
 
     def embedded(self, embedded: torch.Tensor, rows: StepRows) -> torch.Tensor | None:
         """Return the embedded tokens, with the rows of the step in their places."""
         changed = embedded.clone()
         for name, (start, end) in zip(rows.request_ids, pairwise(rows.starts), strict=True):
             prompt, computed = self._prompts[name], self._computed[name]
-            own = prompt.within(computed, end - start)
-            if own.start < own.stop:
-                places = torch.from_numpy(prompt.positions[own] - computed + start)
-                values = _tensor(np.array(prompt.rows[own]))  # which may be read-only
+            span = prompt.within(computed, end - start)
+            if span.start < span.stop:
+                places = torch.from_numpy(prompt.positions[span] - computed + start)
+                values = _tensor(np.array(prompt.rows[span]))  # which may be read-only
                 changed[places.to(changed.device)] = values.to(changed.device, changed.dtype)
         return changed
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hardpoint")
 
 _EAGER_STEPS = 4  # that need a size before it is recorded in a step
-_CHECKED_GRAPHS = 4  # whose first steps are compared with what the model computes
+_CHECKED_GRAPHS = 4  # graphs with first steps that are compared with the model
 # Of a row's length: libraries choose other kernels for other numbers of rows, and in a capture. The
 # rows of another history differ by about as much as they are long.
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_16_BIT = 0.1
-_GRAPH_BYTES = 8 << 20  # of one graph: what the driver keeps of its kernels
+_GRAPH_BYTES = 8 << 20  # of one graph: memory of the driver for its kernels
 _LIBRARY_BYTES = 64 << 20  # workspaces of CUDA's libraries on the stream that records
-_POOL_SHARE = 2  # of what a step needs at once: a pool of memory has gaps
+_POOL_SHARE = 2  # of the memory that a step needs at once: a pool of memory has gaps
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class _Graph:
     Attributes:
         recorded: repeats it.
         batch: its inputs.
-        is_checked: whether it was compared with what the model computes.
+        is_checked: whether it was compared with the model.
     """
 
     recorded: Recorded
@@ -76,7 +76,7 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
         """Record nothing yet.
 
         Args:
-            loaded: the model, whose operations can be recorded.
+            loaded: the model, with recordable operations.
             sizes: numbers of sequences, ascending.
             block_size: tokens per block.
         """
@@ -99,7 +99,7 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
         return {"decode graphs": self._reserve}
 
     def cache_released(self) -> None:
-        """Forget what was recorded, the inputs and the caches, which are to be released."""
+        """Forget recordings, inputs and caches before the caches are released."""
         self._cache: AllocatedCache | None = None
         self._inputs: DecodeInputs | None = None
         self._graphs: dict[int, _Graph] = {}
@@ -112,7 +112,7 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
         self._cache = cache
 
     def weights_changed(self) -> None:
-        """Forget what was recorded, which refers to earlier weights."""
+        """Forget recordings, because they refer to earlier weights."""
         cache = self._cache
         self.cache_released()
         self._cache = cache
@@ -220,8 +220,8 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
     def _checked(
         self, graph: _Graph, hidden: torch.Tensor, run_eagerly: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        # Should a plugin have promised what does not hold, no request gets wrong tokens: the step
-        # is planned again, without padding, since a plan that was recorded may be what is wrong.
+        # Should a plugin have promised too much, no request gets wrong tokens: the step
+        # is planned again, without padding, because the recorded plan may be wrong.
         self._checks -= 1
         graph.is_checked = True
         expected = run_eagerly()
@@ -233,7 +233,7 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
             _log.warning(
                 "decode steps are not recorded: a recorded step gave other hidden states than "
                 "forward(): they differ by %.2g of their length, expected at most %g, "
-                "though the classes of model, operations and attention say that they are "
+                "though the classes of model, operations and attention are marked "
                 "replayable: %s",
                 difference,
                 tolerance,
@@ -245,7 +245,7 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
 def relative_difference(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the largest Euclidean distance of two rows [rows, size], relative to their length.
 
-    NaN equals NaN, as those of a request whose weights or tokens give them; all else does not.
+    NaN equals NaN, as of a request with weights or tokens that give them; all else does not.
     """
     rows, expected = rows.double(), expected.double()
     same = (rows == expected) | (rows.isnan() & expected.isnan())

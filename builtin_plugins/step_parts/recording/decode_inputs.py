@@ -91,7 +91,7 @@ class DecodeInputs:
         ]
 
     def fill(self, packed: PackedInputs) -> None:
-        """Set them to those of a step; the rest is padding."""
+        """Set them to the inputs of a step; the rest is padding."""
         rows = packed.rows
         count = rows.shape[1]
         self._rows[:, :count].copy_(rows)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hardpoint")
 
 RECORDED_BYTES = 64 << 20
-"""What recorded steps may keep; the one that was used longest ago goes first."""
+"""Memory of recorded steps; the least recently used one goes first."""
 
 _RECORDED_TOKENS = 64  # of a step; with more, running Python takes a small part of it
-_UNRECORDED_STEPS = 3  # of each number of tokens: what it costs to record comes back slowly
-_CHECKED_STEPS = 4  # that are compared with what the model computes, of different numbers of tokens
+_UNRECORDED_STEPS = 3  # of each number of tokens: the cost of recording comes back slowly
+_CHECKED_STEPS = 4  # that are compared with the model, of different numbers of tokens
 
 
 class RepeatedSteps(ForwardWrapper, CacheObserver):
@@ -44,15 +44,15 @@ class RepeatedSteps(ForwardWrapper, CacheObserver):
         self._clear()
 
     def cache_allocated(self, cache: AllocatedCache) -> None:  # noqa: ARG002
-        """Forget what was recorded: it refers to earlier caches."""
+        """Forget recordings, because they refer to earlier caches."""
         self._clear()
 
     def cache_released(self) -> None:
-        """Forget what was recorded, which refers to caches that are to be released."""
+        """Forget recordings, because they refer to caches that are to be released."""
         self._clear()
 
     def weights_changed(self) -> None:
-        """Forget what was recorded, which refers to earlier weights."""
+        """Forget recordings, because they refer to earlier weights."""
         self._clear()
 
     def _clear(self) -> None:
@@ -67,7 +67,7 @@ class RepeatedSteps(ForwardWrapper, CacheObserver):
     def _forward(self, forward: Forward, step: ForwardStep) -> torch.Tensor:
         if step.needs_model:
             return forward(step)
-        batch = step.batch  # planned in each step: what is repeated reads the plan
+        batch = step.batch  # planned in each step: the repeated step reads the plan
         count = len(batch.token_ids)
         if count > self._longest:
             return forward(step)
@@ -77,11 +77,11 @@ class RepeatedSteps(ForwardWrapper, CacheObserver):
             if self._seen[count] <= _UNRECORDED_STEPS + count // 2:
                 return forward(step)
             return self._record(batch)
-        self._recorded[count] = replay  # the one that was used last is the last
+        self._recorded[count] = replay  # the most recently used one is the last
         hidden = replay.run(batch)
         if replay.is_checked or not self._checks:
             return hidden
-        # Should a plugin have promised what does not hold, no request gets wrong tokens.
+        # Should a plugin have promised too much, no request gets wrong tokens.
         self._checks -= 1
         replay.is_checked = True
         expected = forward(step)
@@ -90,7 +90,7 @@ class RepeatedSteps(ForwardWrapper, CacheObserver):
             self._clear()
             _log.warning(
                 "steps are not repeated without running Python: a repeated step gave other hidden "
-                "states than forward(), though the model says that it is replayable"
+                "states than forward(), though the model is marked replayable"
             )
         return expected
 
@@ -122,7 +122,7 @@ class _RecordedReplay:
 
     Attributes:
         num_bytes: bytes of the tensors that it keeps.
-        is_checked: whether it was compared with what the model computes.
+        is_checked: whether it was compared with the model.
     """
 
     def __init__(self, recorded: Recorded, inputs: ForwardBatch) -> None:

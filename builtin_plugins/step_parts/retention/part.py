@@ -13,7 +13,7 @@ from .sessions import RetainedSessions, RetainingRequests
 
 
 class PrefixRetention(StepPart):
-    """Requests with `retain_seconds`, whose blocks eviction policies keep, if they can.
+    """Requests with `retain_seconds`: eviction policies keep their blocks, if possible.
 
     It is a wish, never a guarantee. A fault costs wishes, and no request.
     """
@@ -26,7 +26,7 @@ class PrefixRetention(StepPart):
 
         Attributes:
             max_seconds: the longest time for which a request may ask; longer ones are cut.
-            share: how much of the KV cache the requests of one salt, such as those of a client's
+            share: how much of the KV cache the requests of one salt, such as a client's
                 key, may have retained; the first blocks of each request count first.
             max_sessions: sessions that are known at once; further ones get nothing.
         """
@@ -39,7 +39,7 @@ class PrefixRetention(StepPart):
 
     @classmethod
     def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
-        """Return the field of requests whose blocks are retained."""
+        """Return the request fields of retention."""
         return ("retention",)
 
     @classmethod

@@ -99,7 +99,7 @@ class _Live:
 
     Attributes:
         hashes: hashes of its computed blocks.
-        num_refused: number of those that did not fit into the share.
+        num_refused: number of blocks that did not fit into the share.
     """
 
     request: Request
@@ -114,8 +114,8 @@ class RetainedSessions(
 ):
     """Knows which sessions retain which blocks, and writes the latest deadline of each block.
 
-    A session is known while it retains anything, or one of its requests runs. Those of other salts
-    have other blocks, since a salt is part of their hashes: a share is one of a salt's.
+    A session is known while it retains anything, or has running requests. Sessions of other salts
+    have other blocks, because a salt is part of their hashes: a share belongs to a salt.
     """
 
     for_fields = ("retention",)
@@ -202,11 +202,11 @@ class RetainedSessions(
             return {"outcome": "rejected", "seconds": 0.0, "num_blocks": 0}
         assert live.request.source.retention is not None, "it uses the part"
         num_retained = len(live.hashes) - live.num_refused
-        asked = live.request.source.retention.seconds
+        requested = live.request.source.retention.seconds
         outcome = "accepted"
         if live.session is None or (live.num_refused and not num_retained):
             outcome = "rejected"
-        elif live.num_refused or live.seconds < asked:
+        elif live.num_refused or live.seconds < requested:
             outcome = "clipped"
         return {"outcome": outcome, "seconds": live.seconds, "num_blocks": num_retained}
 
@@ -225,7 +225,7 @@ class RetainedSessions(
         session.num_live -= 1
         until = self._clock() + live.seconds
         hashes = [key for key in live.hashes if key in session.deadlines]
-        for key in hashes:  # also those that another request of the session holds while it runs
+        for key in hashes:  # also blocks that another request of the session holds while it runs
             self._set(session, key, until)
         if hashes:
             heapq.heappush(self._ends, (until, next(self._order), session, hashes))
@@ -274,7 +274,7 @@ class RetainedSessions(
     # Calls of programs
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a call of a program: "release" ends what a session retains.
+        """Answer a call of a program: "release" ends the retention of a session.
 
         Returns:
             "accepted", or "missing" if no session of the salt has that name.

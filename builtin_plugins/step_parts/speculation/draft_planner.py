@@ -1,4 +1,4 @@
-"""The engine half of speculation: which requests get how many drafts, and what came of them."""
+"""The engine half of speculation: draft lengths of requests, and acceptance statistics."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _CONSEQUENCE = "its requests go on without drafts"
 
 
 _PROBE_EVERY = 64
-"""Steps after which requests whose drafts do not pay off get one again: 1.6 % more rows.
+"""Steps after which requests without a gain from drafts get one again: 1.6 % more rows.
 
-All at once, since a step with a single draft takes longer than one that has none.
+All at once, because a step with a single draft takes longer than a step without.
 """
 
 _MEMORY = 12.0
-"""Drafts of a request that count; those verified longer ago are forgotten."""
+"""Drafts of a request that count; earlier ones are forgotten."""
 _COMMON_MEMORY = 200.0
 """The same of all requests together."""
 _PRIOR = 4.0
@@ -58,7 +58,7 @@ _ROUNDS = 3
 
 @dataclass
 class AcceptanceRate:
-    """The share of drafts that were accepted, of those whose predecessors were."""
+    """The share of accepted drafts among drafts with accepted predecessors."""
 
     accepted: float = 0.0
     tried: float = 0.0
@@ -78,7 +78,7 @@ class AcceptanceRate:
 
 
 class _DraftFigures(msgspec.Struct):
-    """Counts of a request, with the names of `SchedulerStats`; what another engine has sent."""
+    """Counts of a request, named as in `SchedulerStats`, including counts of another engine."""
 
     num_drafts: Count = 0
     num_verified_drafts: Count = 0
@@ -147,7 +147,7 @@ class DraftPlanner(
     OutputFigures,
     WorkerSetup,
 ):
-    """Chooses limits of drafts, and hands on what the worker has drafted."""
+    """Chooses limits of drafts, and passes on the worker's drafts."""
 
     def __init__(self, name: str, config: EngineConfig, context: EngineHalfContext) -> None:
         self._name = name
@@ -168,7 +168,7 @@ class DraftPlanner(
         return request.params.speculator != NONE and request.pooling_params is None
 
     def gate(self, request: Request) -> None:
-        """Keep the request, whose output grows."""
+        """Keep the request, because its output grows."""
         speculator = request.source.params.speculator or self._default
         live = _SpeculatingRequest(request, speculator)
         resumed = request.source.resumed
@@ -195,7 +195,7 @@ class DraftPlanner(
         if is_idle and self._live.keys().isdisjoint(plan.draft_token_ids):
             return None
         missed: dict[str, list[int]] = {}
-        for name in plan.num_scheduled_tokens:  # those that may get tokens, which follow these
+        for name in plan.num_scheduled_tokens:  # they may get tokens
             live = self._live.get(name)
             if live is not None and live.num_known is not None:
                 output = live.request.output_token_ids
@@ -206,7 +206,7 @@ class DraftPlanner(
         return msgspec.msgpack.encode(DraftData(limits, missed, started, budget, observed))
 
     def _limits(self, plan: SchedulerOutput) -> tuple[dict[str, int], list[str]]:
-        """Return the limits of drafts, and the requests whose drafts would not pay."""
+        """Return the limits of drafts, and the requests without a gain from drafts."""
         longest: dict[str, int] = {}
         rates: dict[str, float] = {}
         context = 0
@@ -233,7 +233,7 @@ class DraftPlanner(
     def result(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> Mapping[str, RequestFault]:
-        """Count what was accepted, and read what the worker has drafted."""
+        """Count accepted drafts, and read the worker's new drafts."""
         for name, drafts in plan.draft_token_ids.items():
             tokens, live = result.sampled_token_ids.get(name), self._live.get(name)
             if live is not None and tokens:
@@ -290,7 +290,7 @@ def draft_lengths(
     """Return how many drafts of each request make the step give most tokens per second.
 
     A draft is worth its row if it adds more tokens per millisecond than the step gives without it.
-    That of position i is accepted with the probability `rate ** i`.
+    Position i is accepted with the probability `rate ** i`.
 
     Args:
         limits: most drafts of each request.

@@ -55,7 +55,7 @@ class _Drafted:
 
 
 class Drafting(DraftVerification, WorkerStep, WorkerMemory):
-    """Follows the outputs of requests, and lets their speculators draft what comes next."""
+    """Follows the outputs of requests, and lets their speculators draft."""
 
     def __init__(self, config: EngineConfig, context: WorkerHalfContext) -> None:
         """Build the speculators.
@@ -106,7 +106,10 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes that the speculators are going to allocate."""
-        return {f"speculator {name}": one.memory() for name, one in self._speculators.items()}
+        return {
+            f"speculator {name}": speculator.memory()
+            for name, speculator in self._speculators.items()
+        }
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:
         """Take the limits of drafts, and new requests."""
@@ -142,7 +145,7 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
         self._known[source.request_id] = _Drafted(request, name, output)
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Append the tokens of the step, and draft what follows them."""
+        """Append the tokens of the step, and draft the next ones."""
         drafting: dict[str, list[DraftRequest]] = {}
         observed: dict[str, list[DraftRequest]] = {}
         for name, tokens in token_ids.items():
@@ -171,7 +174,7 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
                     self._report.observed[request.request_id] = drafts[0]
 
     def _show_hidden(self, known: _Drafted, rejected: int) -> None:
-        """Show hidden states of a request, without those of rejected drafts, which come last."""
+        """Show hidden states of a request to its speculator, without rejected drafts."""
 
     def _propose(self, name: str, requests: list[DraftRequest], budget: int) -> int:
         """Let a speculator draft for some requests; a fault leaves them without drafts for good.
@@ -180,8 +183,8 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
             The number of drafts.
         """
         self._failing.discard(name)
-        found = self._speculators[name].propose(tuple(requests), budget)
-        for token in itertools.chain.from_iterable(found):
+        proposals = self._speculators[name].propose(tuple(requests), budget)
+        for token in itertools.chain.from_iterable(proposals):
             if not 0 <= token < self._vocab_size:
                 expected = f"token ids from 0 to {self._vocab_size - 1}"
                 self._failed(name, f"propose() returned {token}, expected {expected}", None)
@@ -190,7 +193,7 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
             self._report.failed += [request.request_id for request in requests]
             return 0
         left = budget
-        for request, drafts in zip(requests, found, strict=True):
+        for request, drafts in zip(requests, proposals, strict=True):
             if drafts := list(drafts[:left]):
                 left -= len(drafts)
                 self._report.drafts[request.request_id] = drafts
@@ -237,7 +240,7 @@ class DraftingFromHidden(Drafting, HiddenStates):
         self._computed |= {n.source.request_id: n.num_computed_tokens for n in plan.new_requests}
 
     def hidden(self, hidden: torch.Tensor, rows: StepRows) -> None:
-        """Keep the hidden states of the step for those speculators."""
+        """Keep the hidden states of the step for speculators that read them."""
         for index, name in enumerate(rows.request_ids):
             known = self._known.get(name)
             if known is not None and self._speculators[known.speculator].needs_hidden:

@@ -9,11 +9,11 @@ class DraftData(msgspec.Struct, array_like=True):
     """The data of a plan for the worker.
 
     Attributes:
-        limits: most drafts of each request after this step; those without drafts have none.
+        limits: most drafts of each request after this step; requests without drafts have none.
         missed: output tokens of requests that the worker has not seen.
         started: names of the speculators of the plan's new requests.
         budget: most drafts of all requests after this step.
-        observed: requests whose drafts would not pay; quick speculators draft a token for each,
+        observed: requests without a gain from drafts; quick speculators draft a token for each,
             which is not verified.
     """
 
@@ -29,7 +29,7 @@ class DraftReport(msgspec.Struct, array_like=True):
 
     Attributes:
         drafts: token ids that may follow the output of requests.
-        faults: name of the speculator and what it did wrong.
+        faults: name of the speculator and its fault.
         failed: requests that go on without drafts.
         observed: draft of each observed request that has one.
     """

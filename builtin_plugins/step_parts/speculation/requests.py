@@ -34,8 +34,8 @@ class DraftedRequests(FrontendHalf):
         if name is None or name == NONE:
             return
         if name not in (known := self._components.enabled(KIND)):
-            found = f"an enabled speculator ({', '.join(sorted(known))})"
+            expected = f"an enabled speculator ({', '.join(sorted(known))})"
             raise RequestError(
-                f'speculator: expected "{NONE}"{f" or {found}" if known else ""}, got {name!r}'
+                f'speculator: expected "{NONE}"{f" or {expected}" if known else ""}, got {name!r}'
                 f"{self._components.hint(KIND, name)}"
             )

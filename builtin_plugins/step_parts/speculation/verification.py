@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class DraftVerification:
-    """Accepts the drafts of each request up to the first one that is wrong.
+    """Accepts the drafts of each request up to the first wrong one.
 
     A sampled token depends on logits, seed and position only. So a draft is right if it equals the
     token that is sampled at its position.
@@ -24,7 +24,9 @@ class DraftVerification:
         """
         if step.in_turn:
             return _verify_in_turn(step)
-        rows = [(index, n) for index, own in enumerate(step.drafts) for n in range(1 + len(own))]
+        rows = [
+            (index, n) for index, drafts in enumerate(step.drafts) for n in range(1 + len(drafts))
+        ]
         tokens = iter(step.sample(rows))
         accepted = []
         for drafts in step.drafts:
@@ -39,7 +41,7 @@ class DraftVerification:
 def _verify_in_turn(step: DraftedStep) -> list[int]:
     """Sample the rows of each request one after the other, up to the first wrong draft.
 
-    Those of different requests are sampled together. A row that fails after a right draft ends
+    Rows of different requests are sampled together. A row that fails after a right draft ends
     nothing: the next step meets it again, unless the request ends before.
     """
     accepted, live, depth = [0] * len(step.requests), list(range(len(step.requests))), 0

@@ -199,7 +199,7 @@ class Statistics(OutputObserver):
         """Pass the gathered figures to the sinks.
 
         Raises:
-            PluginFaultError: a sink whose faults end the engine failed; all were called.
+            PluginFaultError: a sink with fatal faults failed; all were called.
         """
         stats, self._stats = self._stats, IterationStats()
         self.record(stats)
@@ -241,7 +241,7 @@ class Statistics(OutputObserver):
         """Report a last time and close the sinks. In any thread, and twice does nothing.
 
         Raises:
-            PluginFaultError: a sink whose faults end the engine could not close; all were closed.
+            PluginFaultError: a sink with fatal faults could not close; all were closed.
         """
         with self._open() as is_open:
             if not is_open:

@@ -43,7 +43,7 @@ class Sinks:
         """Call `record` of every sink.
 
         Raises:
-            PluginFaultError: a sink whose faults end the engine failed; all were called.
+            PluginFaultError: a sink with fatal faults failed; all were called.
         """
         call_all(self._sinks.values(), "record", stats)
 
@@ -91,16 +91,16 @@ class Sinks:
             PluginError: a sink cannot be built.
         """
         before, names = self._sinks, then.enabled(KIND)
-        kept = {
+        unchanged = {
             name
             for name in names
             if name in before and now.identity(KIND, name) == then.identity(KIND, name)
         }
-        built = build(then, [name for name in names if name not in kept])
-        if not built and len(kept) == len(before):
+        built = build(then, [name for name in names if name not in unchanged])
+        if not built and len(unchanged) == len(before):
             return None
         after = {name: built.get(name) or before[name] for name in names}
-        gone = [sink for name, sink in before.items() if name not in kept]
+        gone = [sink for name, sink in before.items() if name not in unchanged]
 
         def switch(is_new: bool) -> None:
             self._sinks = after if is_new else before
@@ -135,7 +135,7 @@ def build_sinks(
     faults: FaultCounter | None,
     fields: Mapping[str, Any],
 ) -> dict[str, StatSink]:
-    """Build sinks, guarded; if one fails, close those before it.
+    """Build sinks, guarded; if a sink fails, close the sinks before it.
 
     Args:
         components: build them.
@@ -158,10 +158,10 @@ def build_sinks(
 
 
 def call_all(sinks: Iterable[StatSink], method: str, *args: Any) -> list[Any]:
-    """Call a method of all sinks; return the results of those that did not fail.
+    """Call a method of all sinks; return the results of the calls that succeeded.
 
     Raises:
-        PluginFaultError: a sink whose faults end the engine failed; all were called.
+        PluginFaultError: a sink with fatal faults failed; all were called.
     """
     results, fatal = [], None  # type: list[Any], PluginFaultError | None
     for sink in sinks:

@@ -39,9 +39,9 @@ class _At(NamedTuple):
 
     Attributes:
         position: among the markers of reasoning.
-        starts: what is left of each marker that may begin reasoning here.
+        starts: the rest of each marker that may begin reasoning here.
         prefix: tokens that are left before the text of the answer; None where it has not begun.
-        text: text of the answer, of which there are `num_advanced` tokens here.
+        text: text of the answer, with `num_advanced` tokens here.
     """
 
     position: ReasoningPosition
@@ -57,8 +57,8 @@ class ConstrainedAnswer:
     Reasoning may begin where the output does. The prefix of the markers comes before the answer.
 
     Attributes:
-        request: whose output it is.
-        structured: what the answer must be.
+        request: owner of the output.
+        structured: constraint on the answer.
         num_followed: output tokens that were taken.
     """
 
@@ -77,7 +77,7 @@ class ConstrainedAnswer:
             describe_fault: see `EngineHalfContext`.
         """
         self._describe_fault = describe_fault
-        # Of a row's last number those that stand for tokens; 0 is all.
+        # Bits of a row's last number that stand for tokens; 0 is all.
         self._last_bits = np.int32((1 << vocab_size % 32) - 1)
         source = request.source
         assert source.params.structured is not None
@@ -131,7 +131,7 @@ class ConstrainedAnswer:
                     if self.advance(token):
                         self._fill(rows[index])
                 except BaseException as cause:
-                    self._describe_fault(cause)  # raises what is no fault
+                    self._describe_fault(cause)  # raises if it is no fault
                     rows[index] = 0
         finally:
             self._return_to(before)
@@ -152,13 +152,13 @@ class ConstrainedAnswer:
                     break
                 count += 1
         except BaseException as cause:  # it is raised again if the request takes this token
-            self._describe_fault(cause)  # raises what is no fault
+            self._describe_fault(cause)  # raises if it is no fault
         finally:
             self._return_to(before)
         return count
 
     def follow(self) -> None:
-        """Take the tokens of the output that are new; stay before one that cannot be taken.
+        """Accept the new tokens of the output; stop before a token that cannot be accepted.
 
         Raises:
             ValueError: the grammar forbids one.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def constrain_calls(
     request: EngineCoreRequest, calls: ToolCalls, takes_tags: Callable[[str | None], bool]
 ) -> None:
-    """Fill in the grammar of a request whose calls have to keep to one.
+    """Fill in the grammar of a request with constrained calls.
 
     A form of the answer is of its text: with a required call, there is none; otherwise the answer
     is a call or such a text.
@@ -44,17 +44,17 @@ def constrain_calls(
     Raises:
         RequestError: the parser gives no such grammar.
     """
-    asked = request.params.structured
+    constraint = request.params.structured
     is_free = calls.required is None
-    if not _is_due(asked, calls, takes_tags):
+    if not _is_due(constraint, calls, takes_tags):
         return
     names = calls.tools if calls.required is None else calls.required
     schemas = _schemas(names, calls)
     lenient = schemas.keys().isdisjoint(calls.strict)
     text = None
-    if is_free and asked is not None:
-        text = _text_format(asked, calls.prefix())
-        if asked.json is not None and not asked.lenient:
+    if is_free and constraint is not None:
+        text = _text_format(constraint, calls.prefix())
+        if constraint.json is not None and not constraint.lenient:
             lenient = False
             # Of tools that are not strict, no more is asked than without the form of the text.
             schemas = {n: s if n in calls.strict else _names(s) for n, s in schemas.items()}
@@ -75,7 +75,7 @@ def constrain_calls(
         # One keyword of a strict tool that is left out would be one too many.
         structural_tag=StructuralTag(format=format),
         lenient=lenient,
-        backend=None if asked is None else asked.backend,
+        backend=None if constraint is None else constraint.backend,
     )
     request.params = msgspec.structs.replace(request.params, structured=structured)
     request.reasoning_markers = msgspec.structs.replace(calls.markers(), content_prefix=())
@@ -93,35 +93,35 @@ def _schemas(names: Iterable[str], calls: ToolCalls) -> dict[str, Mapping[str, A
 
 
 def _is_due(
-    asked: StructuredOutputs | None, calls: ToolCalls, takes_tags: Callable[[str | None], bool]
+    constraint: StructuredOutputs | None, calls: ToolCalls, takes_tags: Callable[[str | None], bool]
 ) -> bool:
     if calls.required is not None:
         return True
-    if asked is None:
+    if constraint is None:
         return bool(calls.strict)
     # A structural tag may be of calls itself.
-    return asked.structural_tag is None and takes_tags(asked.backend)
+    return constraint.structural_tag is None and takes_tags(constraint.backend)
 
 
-def _text_format(asked: StructuredOutputs, prefix: str) -> Format:
+def _text_format(constraint: StructuredOutputs, prefix: str) -> Format:
     """Return the form of a text as a part of a structural tag.
 
     Args:
         prefix: comes before the text.
     """
     format: Format
-    match asked.format:
+    match constraint.format:
         case "json":
-            assert asked.json is not None
-            format = JsonSchemaFormat(json_schema=asked.json)
+            assert constraint.json is not None
+            format = JsonSchemaFormat(json_schema=constraint.json)
         case "json_object":
             format = JsonSchemaFormat(json_schema={"type": "object"})
         case "regex":
-            format = RegexFormat(pattern=asked.regex or "")
+            format = RegexFormat(pattern=constraint.regex or "")
         case "grammar":
-            format = GrammarFormat(grammar=asked.grammar or "")
+            format = GrammarFormat(grammar=constraint.grammar or "")
         case _:
-            choices = [ConstStringFormat(value=text) for text in asked.choice or ()]
+            choices = [ConstStringFormat(value=text) for text in constraint.choice or ()]
             format = OrFormat(elements=[*choices])
     if not prefix:
         return format
@@ -161,5 +161,5 @@ def _begins(format: Format) -> set[str]:
         case SequenceFormat(elements=[first, *_]):
             return _begins(first)
         case OrFormat(elements=several) | TagsWithSeparatorFormat(tags=several):
-            return {begin for one in several for begin in _begins(one)}
+            return {begin for nested in several for begin in _begins(nested)}
     return {""}

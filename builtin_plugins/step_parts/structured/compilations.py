@@ -22,8 +22,8 @@ _MAX_GIVEN_UP = 4
 
 _STACK_BYTES = 64 << 20
 _STACK_BYTES_PER_BYTE = 1024
-"""Of a compilation, for each byte of what it compiles: compilers recurse into it, and end the
-process where the stack does. What is not used costs no memory."""
+"""Stack of a compilation per byte of its source: compilers recurse into it, and end the
+process if the stack overflows. Unused stack costs no memory."""
 
 
 def stack_of(structured: StructuredOutputs) -> int:
@@ -39,7 +39,7 @@ class _Job:
         waiting: ids of the requests that wait for it.
         started: when it began; None while others run.
         state: its result.
-        error: what it raised.
+        error: exception of the compilation.
         done: whether it has ended.
     """
 
@@ -55,7 +55,7 @@ class _Job:
 class Compilations:
     """Runs compilations in threads, each with a limit of time.
 
-    A thread cannot be ended: one that takes too long is given up; it runs on, and its result is
+    A thread cannot be ended: a slow one is given up; it runs on, and its result is
     ignored.
     """
 
@@ -94,13 +94,13 @@ class Compilations:
             return job.state
 
     def give_up_late(self) -> None:
-        """Give up what takes too long, and begin what waits; once per step."""
+        """Give up late compilations, and begin waiting ones; called once per step."""
         with self._changed:
             self._give_up_late()
             self._start_next()
 
     def leave(self, key: str, request_id: str) -> None:
-        """Forget that a request waits; what none waits for does not begin."""
+        """Forget that a request waits; a compilation without waiting requests does not begin."""
         with self._changed:
             if (job := self._jobs.get(key)) is not None:
                 job.waiting.discard(request_id)

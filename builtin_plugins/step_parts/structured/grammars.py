@@ -66,7 +66,7 @@ class StructuredOutput(StepPart):
         return StructuredRequests(context, self.context.config)
 
     def engine_half(self, context: EngineHalfContext) -> GrammarManager | _WithoutVocabulary:
-        """Return the half that compiles and masks; without a vocabulary, one that refuses."""
+        """Return the half that compiles and masks; without a vocabulary, a half that rejects."""
         if context.vocabulary is None:
             return _WithoutVocabulary()
         return GrammarManager(
@@ -219,7 +219,7 @@ class GrammarManager(
         return [name for name in self._answers if name in planned]
 
     def mask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
-        """Return the tokens that grammars allow; one that cannot go on ends its request."""
+        """Return the tokens that grammars allow; fail requests with a stuck grammar."""
         drafts = plan.draft_token_ids
         answers = [(name, self._answers[name]) for name in self.needs_results(plan)]
         if not answers:
@@ -235,7 +235,7 @@ class GrammarManager(
                 answer.fill(rows, tokens)
             except BaseException as cause:
                 self._faults[name] = self._fault(answer.structured, cause)
-                rows[:] = -1  # what is sampled is dropped
+                rows[:] = -1  # the sampled token is dropped
         return GrammarBitmask(names, masks)
 
     def limit_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, int]:
@@ -257,11 +257,11 @@ class GrammarManager(
         plan: SchedulerOutput,
         result: ModelRunnerOutput,  # noqa: ARG002
     ) -> Mapping[str, RequestFault]:
-        """Return the faults of a plan's requests whose grammar could not go on."""
+        """Return the faults of a plan's requests with a stuck grammar."""
         if not self._faults:
             return {}
-        found = self._faults.keys() & plan.num_scheduled_tokens.keys()
-        return {name: self._faults.pop(name) for name in found}
+        names = self._faults.keys() & plan.num_scheduled_tokens.keys()
+        return {name: self._faults.pop(name) for name in names}
 
     def ended(self, request_id: str) -> None:
         """Forget a request."""
@@ -299,7 +299,7 @@ class GrammarManager(
             raise PluginFaultError(f"{source}: its close failed: {failed}") from cause
 
     def _fault(self, structured: StructuredOutputs, cause: BaseException) -> RequestFault:
-        """Return the fault of a request whose grammar failed while it ran."""
+        """Return the fault of a request with a grammar that failed while it ran."""
         name = structured.backend or self._config.use
         if isinstance(cause, ValueError):
             return RequestFault(f"structured.{structured.format}: {name}: {cause}")

@@ -31,7 +31,7 @@ _CANNOT = "the answer cannot be validated"
 class StructuredRequests(FrontendHalf):
     """Checks that a request's grammar can be compiled, and fills in where its answer begins.
 
-    The answer of a lenient request, of which the grammar enforces a part, is validated in the end.
+    The answer of a lenient request, with a partly enforced grammar, is validated in the end.
     """
 
     for_parameters = ("structured",)
@@ -90,7 +90,7 @@ class StructuredRequests(FrontendHalf):
             )
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
-        """Fill in the grammar of a request whose calls have to keep to one.
+        """Fill in the grammar of a request with constrained calls.
 
         Raises:
             RequestError: the parser of calls gives no such grammar.
@@ -98,8 +98,8 @@ class StructuredRequests(FrontendHalf):
         constrain_calls(request, calls, self._takes_tags)
 
     def _takes_tags(self, backend: str | None) -> bool:
-        found = self._components.find("grammars", backend or self._config.use)
-        return found is not None and "structural_tag" in cast(type[GrammarBackend], found).formats
+        cls = self._components.find("grammars", backend or self._config.use)
+        return cls is not None and "structural_tag" in cast(type[GrammarBackend], cls).formats
 
     def _formats(self, name: str) -> Sequence[str]:
         """Return the formats that a backend compiles.
@@ -126,22 +126,22 @@ class StructuredRequests(FrontendHalf):
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the flaw of an answer that is to be JSON of a schema; None if it has none.
 
-        The backend of the request is asked, or the default one where that validates no answers. The
-        text names what a backend does wrong: the answer itself is there.
+        The backend of the request validates, or the default one if that validates no answers. The
+        text names a fault of a backend: the answer itself is there.
         """
         structured = request.params.structured
         assert structured is not None, "asked for a request without a grammar"
-        own = structured.backend or self._config.use
-        for name in dict.fromkeys((own, EngineConfig().grammar.use)):
+        backend = structured.backend or self._config.use
+        for name in dict.fromkeys((backend, EngineConfig().grammar.use)):
             if self._components.find("grammars", name) is None:
                 continue
             try:
-                found: str | None = self._components.call(
+                flaw: str | None = self._components.call(
                     "grammars", name, "validate", structured, answer
                 )
             except NotImplementedError:
                 continue
             except PluginFaultError as wrong:
                 return f"{_CANNOT}: {wrong}"
-            return found
-        return f"{_CANNOT}: the grammar backend {own!r} has no `validate`"
+            return flaw
+        return f"{_CANNOT}: the grammar backend {backend!r} has no `validate`"

@@ -41,9 +41,9 @@ class _Request:
     """A request that uses taps.
 
     Attributes:
-        taps: those that it uses.
+        taps: the request's taps.
         num_prompt_tokens: length of its prompt.
-        forms: dtype and shape of a position's numbers, by what was read.
+        forms: dtype and shape of a position's numbers, by key of the reading.
     """
 
     taps: Sequence[Tap]
@@ -57,7 +57,7 @@ class _TapCall:
 
     Attributes:
         request_ids: in the order of their tokens.
-        indices: their tokens, among those of all users; None is all.
+        indices: their tokens, within the tokens of all users; None is all.
         rows: as the tap gets them.
     """
 
@@ -71,7 +71,7 @@ class _FailedError(Exception):
 
 
 class TapsInLayers(WorkerStep, ResidualStream):
-    """Calls the taps of a step's requests, and reports what they read."""
+    """Calls the taps of a step's requests, and reports their readings."""
 
     only_users = True
 
@@ -79,8 +79,8 @@ class TapsInLayers(WorkerStep, ResidualStream):
         """Build the enabled taps.
 
         Args:
-            taps: finds those of requests.
-            samples: whether this is the rank whose report the engine reads.
+            taps: finds the taps of requests.
+            samples: whether the engine reads the report of this rank.
 
         Raises:
             PluginError: one cannot be built.
@@ -147,7 +147,7 @@ class TapsInLayers(WorkerStep, ResidualStream):
         delta: torch.Tensor,
         rows: StepRows,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Call the taps of a layer after one of its branches; return what they change."""
+        """Call the taps of a layer after one of its branches; return their changes."""
         if self._rows is not rows:
             self._rows, self._calls = rows, dict(self._calls_of(rows))
         before, added = residual, delta
@@ -160,7 +160,7 @@ class TapsInLayers(WorkerStep, ResidualStream):
         return (residual, delta) if is_changed else None
 
     def _calls_of(self, rows: StepRows) -> Iterator[tuple[tuple[str, TapSite], _TapCall]]:
-        """Yield the calls of a step, those of a tap after those of the taps before it."""
+        """Yield the calls of a step, in the order of the taps."""
         places = {name: index for index, name in enumerate(rows.request_ids)}
         users: dict[tuple[str, TapSite], list[tuple[str, Any]]] = {}
         for name in rows.request_ids:
@@ -173,12 +173,12 @@ class TapsInLayers(WorkerStep, ResidualStream):
             spans = [range(*rows.starts[places[name] : places[name] + 2]) for name in names]
             starts = [0, *np.cumsum([len(span) for span in spans]).tolist()]
             is_all = starts[-1] == rows.starts[-1]
-            own = [index for span in spans for index in span]
+            indices = [index for span in spans for index in span]
             yield (
                 key,
                 _TapCall(
                     names,
-                    None if is_all else torch.tensor(own, device=self._context.device),
+                    None if is_all else torch.tensor(indices, device=self._context.device),
                     TapRows(
                         arguments=[arguments for _, arguments in users[key]],
                         starts=starts,
@@ -211,8 +211,8 @@ class TapsInLayers(WorkerStep, ResidualStream):
             else:
                 delta = _with(delta, values, call)
         if self._reports:
-            for places, found in self._called(tap, "read", site, values, call):
-                self._keep(_key(tap, site), found, places, call)
+            for places, values_read in self._called(tap, "read", site, values, call):
+                self._keep(_key(tap, site), values_read, places, call)
         return residual, delta
 
     def _called(
@@ -233,14 +233,14 @@ class TapsInLayers(WorkerStep, ResidualStream):
             if len(every) == 1:
                 self._fail(tap, method, call.request_ids[0], cause)
                 return []
-        found = []
+        results = []
         for place in every:
             try:
-                one = range(place, place + 1)
-                found += self._results(tap, method, site, values, call, one)
+                single = range(place, place + 1)
+                results += self._results(tap, method, site, values, call, single)
             except BaseException as cause:
                 self._fail(tap, method, call.request_ids[place], cause)
-        return found
+        return results
 
     def _results(
         self,
@@ -260,28 +260,28 @@ class TapsInLayers(WorkerStep, ResidualStream):
         starts, names = call.rows.starts, call.request_ids[places.start : places.stop]
         is_all = len(names) == len(call.request_ids)
         rows = call.rows if is_all else _single_request(call.rows, places.start)
-        own = values[starts[places.start] : starts[places.stop]]
-        found = self._result(tap, method, site, own, rows)
-        if found is None:
+        rows_of_places = values[starts[places.start] : starts[places.stop]]
+        result = self._result(tap, method, site, rows_of_places, rows)
+        if result is None:
             return []
         if method == "read":
-            self._check_form(_key(tap, site), names, found)
-        return [(places, found)]
+            self._check_form(_key(tap, site), names, result)
+        return [(places, result)]
 
-    def _check_form(self, key: str, request_ids: Sequence[str], found: torch.Tensor) -> None:
-        """Check that numbers can be joined with those of the same requests in steps before.
+    def _check_form(self, key: str, request_ids: Sequence[str], result: torch.Tensor) -> None:
+        """Check that values can be joined with values of the same requests in earlier steps.
 
         New requests are compared with the last ones: if their form differs, the tap is called for
         each request alone, which gives the form of each.
         """
-        form = found.dtype, list(found.shape[1:])
+        form = result.dtype, list(result.shape[1:])
         last = None if len(request_ids) == 1 else self._last_form.get(key)
         for name in request_ids:
             before = self._requests[name].forms.get(key, last)
             if before not in (None, form):
                 raise _FailedError(
                     f"read() gave {form[0]} {form[1]} for a position, expected {before[0]} "
-                    f"{before[1]}, as for those before"
+                    f"{before[1]}, as for earlier positions"
                 )
         for name in request_ids:
             self._requests[name].forms[key] = form
@@ -297,25 +297,25 @@ class TapsInLayers(WorkerStep, ResidualStream):
             BaseException: the method failed.
         """
         run, before = self._built[tap.name][1].run, values.clone()
-        found = run(method, getattr(tap, method), site, values, rows)
+        result = run(method, getattr(tap, method), site, values, rows)
         if not torch.equal(before.nan_to_num(), values.nan_to_num()):
             values.copy_(before)
             raise _FailedError(f"{method}() changed its values in place, expected a new tensor")
-        if found is None:
+        if result is None:
             return None
-        if not isinstance(found, torch.Tensor):
-            raise _FailedError(f"{method}() gave {type(found).__name__}, expected a tensor")
+        if not isinstance(result, torch.Tensor):
+            raise _FailedError(f"{method}() gave {type(result).__name__}, expected a tensor")
         if method == "change":
-            if found.shape != values.shape:
+            if result.shape != values.shape:
                 raise _FailedError(
-                    f"change() gave {list(found.shape)}, expected {list(values.shape)}"
+                    f"change() gave {list(result.shape)}, expected {list(values.shape)}"
                 )
-            if not found.isfinite().all():
+            if not result.isfinite().all():
                 raise _FailedError("change() gave numbers that are not finite")
-            return found.to(values.dtype)
-        if not found.dim() or len(found) != len(values):
-            raise _FailedError(f"read() gave {list(found.shape)}, expected [{len(values)}, ...]")
-        return found
+            return result.to(values.dtype)
+        if not result.dim() or len(result) != len(values):
+            raise _FailedError(f"read() gave {list(result.shape)}, expected [{len(values)}, ...]")
+        return result
 
     def _fail(self, tap: ActivationTap, method: str, request_id: str, cause: BaseException) -> None:
         described = self._context.describe_fault(cause)  # raises an interrupt again
@@ -325,23 +325,23 @@ class TapsInLayers(WorkerStep, ResidualStream):
         source = self._taps.components.source(KIND, tap.name)
         self._report.failed.setdefault(request_id, (f"{source}: its {defect}", tap.name))
 
-    def _keep(self, key: str, found: torch.Tensor, places: range, call: _TapCall) -> None:
-        if found.dtype is torch.bfloat16:  # which numpy does not have
-            found = found.float()
-        found = found.detach().clone()  # of memory that the step goes on with
+    def _keep(self, key: str, result: torch.Tensor, places: range, call: _TapCall) -> None:
+        if result.dtype is torch.bfloat16:  # which numpy does not have
+            result = result.float()
+        result = result.detach().clone()  # of memory that the step goes on with
         starts = call.rows.starts
         for place in places:
             start, end = (at - starts[places.start] for at in starts[place : place + 2])
-            self._read.append((call.request_ids[place], key, found[start:end]))
+            self._read.append((call.request_ids[place], key, result[start:end]))
 
     def report(self) -> bytes | None:
         """Return the numbers that taps have read in the step."""
         report, self._report = self._report, TapReport()
         for name, site in self._missing if self._rows is not None else ():
             self._fail_users(report, name, site)
-        for request_id, key, found in self._read:
+        for request_id, key, tensor in self._read:
             if request_id not in report.failed:
-                array = found.cpu().numpy()
+                array = tensor.cpu().numpy()
                 array = array.astype(array.dtype.newbyteorder("<"))
                 values = TapValues(key, array.dtype.str, list(array.shape), array.tobytes())
                 report.values.setdefault(request_id, []).append(values)

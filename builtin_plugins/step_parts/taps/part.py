@@ -46,7 +46,7 @@ class ActivationTaps(StepPart):
         return TappedRequests(self.name, self._taps(context.components))
 
     def engine_half(self, context: EngineHalfContext) -> TapResults | None:
-        """Return the half that gives requests what taps have read; None without taps.
+        """Return the half that gives requests the readings of taps; None without taps.
 
         Raises:
             ConfigError: the layers of the model are spread over stages.

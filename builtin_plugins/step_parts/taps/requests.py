@@ -54,7 +54,7 @@ class Tap(NamedTap):
     """A tap that a request uses.
 
     Attributes:
-        arguments: those of the request.
+        arguments: the arguments of the request.
         sites: where it is called for the request.
     """
 
@@ -70,18 +70,18 @@ class Taps:
         self.components = components
         self._num_layers = None if model_config is None else _num_layers(model_config.hf)
 
-    def named(self, given: Mapping[str, Any]) -> list[NamedTap]:
+    def named(self, arguments: Mapping[str, Any]) -> list[NamedTap]:
         """Return the taps that `plugin_args` name, in their order."""
-        enabled = self.components.enabled(KIND) if given else ()
-        names = [name for name in enabled if name in given or f"{KIND}/{name}" in given]
+        enabled = self.components.enabled(KIND) if arguments else ()
+        names = [name for name in enabled if name in arguments or f"{KIND}/{name}" in arguments]
         find = self.components.find
         return [NamedTap(name, cast(type[ActivationTap], find(KIND, name))) for name in names]
 
     def are_used(self, request: EngineCoreRequest) -> bool:
         """Return whether a request has arguments for a tap."""
-        given = request.plugin_args
-        return bool(given) and any(
-            f"{KIND}/{name}" in given for name in self.components.enabled(KIND)
+        arguments = request.plugin_args
+        return bool(arguments) and any(
+            f"{KIND}/{name}" in arguments for name in self.components.enabled(KIND)
         )
 
     def of(self, request: EngineCoreRequest) -> list[Tap]:
@@ -90,18 +90,20 @@ class Taps:
         Raises:
             RequestError: one is to be called where the model has no layer, or names no place.
         """
-        given = {key: value for key, value in request.plugin_args.items() if key.startswith(KIND)}
-        found = []
-        for tap in self.named(given):
+        arguments_by_key = {
+            key: value for key, value in request.plugin_args.items() if key.startswith(KIND)
+        }
+        taps = []
+        for tap in self.named(arguments_by_key):
             type_ = prepared_type(tap.cls)
-            arguments = msgspec.convert(given[f"{KIND}/{tap.name}"], type_)
+            arguments = msgspec.convert(arguments_by_key[f"{KIND}/{tap.name}"], type_)
             try:
                 sites = self.components.call(KIND, tap.name, "sites", arguments)
             except PluginFaultError as fault:
                 raise RequestError(str(fault)) from fault
             self._check(tap.name, sites)
-            found.append(Tap(tap.name, tap.cls, arguments, sites))
-        return found
+            taps.append(Tap(tap.name, tap.cls, arguments, sites))
+        return taps
 
     def _check(self, name: str, sites: Sequence[TapSite]) -> None:
         for site in sites:
@@ -113,7 +115,7 @@ class Taps:
 
 
 class TappedRequests(FrontendHalf):
-    """Checks requests that use taps, and includes what these read in their outputs."""
+    """Checks requests with taps, and includes the readings in their outputs."""
 
     for_parameters = ("plugin_args",)
 
@@ -135,8 +137,8 @@ class TappedRequests(FrontendHalf):
             return
         if request.pooling_params is not None:
             raise RequestError(
-                f"plugin_args.{named[0].name}: expected none, for the request pools, and "
-                f"{KIND} are for those that generate"
+                f"plugin_args.{named[0].name}: expected none, because the request pools, and "
+                f"{KIND} are for requests that generate"
             )
         changed: dict[str, Any] = {}
         reading = [tap for tap in named if tap.reads]

@@ -1,4 +1,4 @@
-"""The engine's half of activation taps: collects what they read, each position once."""
+"""The engine's half of activation taps: collects readings, each position once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Reading:
 
     Attributes:
         next_position: after the last position of each key.
-        parts: what was not handed out yet, by key: first position, and values.
+        parts: readings not handed out yet, by key: first position, and values.
         num_bytes: bytes of all that was read.
         num_draft_bytes: bytes of them for accepted drafts of the last step, before which the output
             may end.
@@ -44,13 +44,13 @@ class _Reading:
 
 
 class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserver):
-    """Gives workers the positions of a step, and hands out what taps read of them."""
+    """Gives workers the positions of a step, and returns the readings of taps there."""
 
     def __init__(self, name: str, taps: Taps, max_bytes: int) -> None:
         """Read nothing yet.
 
         Args:
-            taps: finds those of requests.
+            taps: finds the taps of requests.
             max_bytes: numbers of a request, in bytes.
         """
         self._name, self._taps, self._max_bytes = name, taps, max_bytes
@@ -99,7 +99,7 @@ class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserv
     def result(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> Mapping[str, RequestFault]:
-        """Keep what taps have read, without what belongs to drafts that were rejected."""
+        """Keep the readings of taps, without readings of rejected drafts."""
         ended: dict[str, RequestFault] = {}
         reports = result.part_reports.get(self._name, {})
         computed = plan.num_computed_tokens() if reports else {}
@@ -147,17 +147,19 @@ class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserv
         self._readings.pop(request_id, None)
 
 
-def _keep(reading: _Reading, found: list[TapValues], first: int, count: int, certain: int) -> None:
+def _keep(
+    reading: _Reading, values_read: list[TapValues], first: int, count: int, certain: int
+) -> None:
     """Keep the values of positions that were not read before.
 
     Args:
-        reading: what was read before.
+        reading: earlier readings.
         first: position of the first token of the step.
         count: tokens of the step that verification keeps.
         certain: tokens of the step before the first draft.
     """
     reading.num_draft_bytes = 0
-    for values in found:
+    for values in values_read:
         rows = np.frombuffer(values.data, values.dtype).reshape(values.shape)[:count]
         start = max(reading.next_position.get(values.key, 0), first)
         rows = rows[start - first :]

@@ -1,4 +1,4 @@
-"""Timings: how long a request waited, was prefilled and decoded, for those that ask."""
+"""Timings: seconds of queueing, prefill and decode of a request, on demand."""
 
 from .part import Timings
 

@@ -17,7 +17,7 @@ from hardpoint.plugins.step_part import (
 
 
 class Timings(StepPart):
-    """Gives the timings of requests whose `include` names it: `part_figures["timings"]`.
+    """Gives the timings of requests with "timings" in `include`: `part_figures["timings"]`.
 
     A fault of it costs timings, and no request.
     """
@@ -68,9 +68,9 @@ class RequestTimer(AdmissionGate, RequestLifecycle, PlanData, StepObserver, Outp
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> Mapping[str, RequestFault]:
         """Note the requests that have new tokens, and count their drafts."""
-        found = [n for n in result.sampled_token_ids if n in self._timed]
-        now = self._clock() if found else 0.0
-        for request_id in found:
+        request_ids = [n for n in result.sampled_token_ids if n in self._timed]
+        now = self._clock() if request_ids else 0.0
+        for request_id in request_ids:
             timed, sampled = self._timed[request_id], result.sampled_token_ids[request_id]
             if not sampled:
                 continue

@@ -1,4 +1,4 @@
-"""Traces: how each token of a request was chosen, and what each step did with the request."""
+"""Token traces: the choice of each token of a request, and the work of each step."""
 
 from .part import Tracing
 

@@ -46,7 +46,7 @@ def token_trace(
         request: the request, or its view after drafts.
         position: output position.
         token: the chosen token; None if the request ended there.
-        stages: what the logits were.
+        stages: logits after each stage.
         num_tokens: tokens to show of candidates, and of each change, at most.
         draws: see `Sampler`.
         fields: further fields of the trace.
@@ -77,7 +77,7 @@ def _change(
     assert stage.phase is not None  # of the model alone
     was_out, is_out = before == -math.inf, after == -math.inf
     switched = was_out ^ is_out
-    # Tokens that moved come first, those that vanished or appeared after them, by likelihood.
+    # Tokens that moved come first, then tokens that vanished or appeared, by likelihood.
     with np.errstate(invalid="ignore"):
         moved = np.abs(after - before)
     moved[np.isnan(moved)] = math.inf
@@ -108,7 +108,7 @@ def _candidates(
     """Return the candidates of a position, the likeliest in the end first.
 
     Args:
-        rows: logits of the model, then those after each change.
+        rows: logits of the model, then the logits after each change.
         token: the chosen token.
         num_tokens: how many, at most.
         seed: seed of the race that chooses the token, mixed; None if something else does.
@@ -125,7 +125,7 @@ def _candidates(
         ids = torch.tensor(tokens, dtype=torch.int32)
         exponential = token_noise(ids, torch.full((len(tokens),), seed), torch.tensor(position))
         noise = dict(zip(tokens, exponential.log().neg().tolist(), strict=True))
-    found = [
+    candidates = [
         Candidate(
             token_id=t,
             logit=_number(first[t]),
@@ -135,7 +135,9 @@ def _candidates(
         )
         for t in tokens
     ]
-    return sorted(found, key=lambda one: (-one.probability, -(one.logit or 0.0)))
+    return sorted(
+        candidates, key=lambda candidate: (-candidate.probability, -(candidate.logit or 0.0))
+    )
 
 
 def _differ(before: Row, after: Row) -> np.ndarray[Any, Any]:

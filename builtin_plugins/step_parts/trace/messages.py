@@ -21,4 +21,4 @@ Report = dict[str, list[SampledPosition]]
 """By request id."""
 
 Asked = dict[str, int]
-"""Candidates that the requests of a step ask for, by request id, of those that give a number."""
+"""Candidates that the requests of a step ask for, by request id, if they give a number."""

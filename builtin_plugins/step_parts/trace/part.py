@@ -14,7 +14,7 @@ from .recorder import TraceRecorder
 
 
 class Tracing(StepPart):
-    """Records how the tokens of requests were chosen whose `include` names it.
+    """Records the choice of tokens for requests with "trace" in `include`.
 
     It reads, and changes nothing; a fault of it costs traces, and no request.
     """

@@ -71,10 +71,10 @@ class LogitsReader(WorkerStep):
             position = len(request.output_token_ids)
             known = self._rows.setdefault(request.request_id, {})
             if stage.phase is not None:  # not the model's own logits
-                if (kept := known.get(position)) is not None:
-                    kept.stages.append((stage, row))
-            elif (kept := known.get(position)) is not None:  # once more, after a fault
-                kept.first, kept.stages = kept.first or kept.stages, [(stage, row)]
+                if (entry := known.get(position)) is not None:
+                    entry.stages.append((stage, row))
+            elif (entry := known.get(position)) is not None:  # once more, after a fault
+                entry.first, entry.stages = entry.first or entry.stages, [(stage, row)]
             elif position < self._num_positions and self._num_rows < self._max_rows:
                 self._num_rows += 1
                 known[position] = _Row(request, [(stage, row)])
@@ -85,7 +85,7 @@ class LogitsReader(WorkerStep):
 
     def report(self) -> bytes | None:
         """Return the records of the positions that got a token, or at which a request ended."""
-        found: Report = {}
+        report: Report = {}
         for request_id, rows in self._rows.items():
             tokens, first = self._tokens.get(request_id, ()), min(rows, default=0)
             drafts = _real(self._drafts.get(request_id, ()))
@@ -93,9 +93,9 @@ class LogitsReader(WorkerStep):
                 if (row := rows.get(first + place)) is not None:
                     draft = drafts[place] if place < len(drafts) else None
                     record = self._record(row, first + place, token, draft)
-                    found.setdefault(request_id, []).append(record)
+                    report.setdefault(request_id, []).append(record)
         self._rows = {}
-        return msgspec.msgpack.encode(found) if found else None
+        return msgspec.msgpack.encode(report) if report else None
 
     def _record(
         self, row: _Row, position: int, token: int | None, draft: int | None
@@ -119,5 +119,5 @@ class LogitsReader(WorkerStep):
 
 
 def _real(drafts: Sequence[int]) -> list[int]:
-    """Return the drafts before the first one that does not exist."""
+    """Return the drafts before the first missing one."""
     return list(takewhile(lambda token: token != SchedulerOutput.NO_DRAFT, drafts))

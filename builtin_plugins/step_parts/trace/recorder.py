@@ -1,4 +1,4 @@
-"""The half in the engine: what each step did with traced requests, and their records."""
+"""The engine half of token traces: the work of each step, and the records of requests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Traced:
     error: str | None = None
 
     def add(self, entry: StepTrace) -> None:
-        """Add what a step did; a wait that goes on extends the entry of its first step."""
+        """Add the work of a step; a continued wait extends the entry of its first step."""
         last = next(reversed(self.steps.values()), None)
         if last is not None and entry.num_tokens == last.num_tokens == 0:
             same = (entry.waits_for, entry.is_preempted) == (last.waits_for, False)
@@ -114,10 +114,10 @@ class TraceRecorder(AdmissionGate, RequestLifecycle, PlanData, StepObserver, Out
         self._traced.pop(request_id, None)
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
-        """Record what a plan does with each request; return data if the workers are to read it."""
+        """Record a plan's work for each request; return data if the workers are to read it."""
         computed = plan.num_computed_tokens()
         resumed = {new.source.request_id for new in plan.new_requests if new.resumed}
-        is_used, asked = False, Asked()
+        is_used, counts = False, Asked()
         for request_id, traced in self._traced.items():
             request, number = traced.request, plan.num_scheduled_tokens.get(request_id, 0)
             if request.status is RequestStatus.FINISHED:
@@ -145,11 +145,11 @@ class TraceRecorder(AdmissionGate, RequestLifecycle, PlanData, StepObserver, Out
             traced.is_preempted = False
             is_used |= bool(number)
             if number and traced.num_candidates is not None:
-                asked[request_id] = traced.num_candidates
-        return msgspec.msgpack.encode(asked) if is_used else None
+                counts[request_id] = traced.num_candidates
+        return msgspec.msgpack.encode(counts) if is_used else None
 
     def masked(self, plan: SchedulerOutput, masks: Mapping[Source, GrammarBitmask]) -> None:
-        """Record whose masks the requests of a step have."""
+        """Record the masks of the requests of a step."""
         for request_id in plan.num_scheduled_tokens.keys() & self._traced.keys():
             makers = [s for s, mask in masks.items() if request_id in mask.request_ids]
             if makers:
@@ -161,10 +161,10 @@ class TraceRecorder(AdmissionGate, RequestLifecycle, PlanData, StepObserver, Out
     ) -> Mapping[str, RequestFault]:
         """Take the records of a step's positions, and which drafts were accepted."""
         for report in result.part_reports.get(self._name, {}).values():
-            found = msgspec.msgpack.decode(report, type=Report)
-            for request_id, positions in found.items():
+            records = msgspec.msgpack.decode(report, type=Report)
+            for request_id, positions in records.items():
                 if (traced := self._traced.get(request_id)) is not None:
-                    traced.positions |= {one.position: one.record for one in positions}
+                    traced.positions |= {reading.position: reading.record for reading in positions}
         for request_id in plan.num_scheduled_tokens.keys() & self._traced.keys():
             traced = self._traced[request_id]
             if (fault := result.faults.get(request_id)) is not None:

@@ -51,13 +51,13 @@ class _TokenVersions:
 
     Attributes:
         runs: see `EngineCoreOutput.weight_runs`.
-        kept: the request, if it has keys and values of earlier weights; else None.
-        num_preemptions: those that it had then.
+        stale: the request, if it has keys and values of earlier weights; else None.
+        num_preemptions: number of preemptions then.
         is_reported: whether its client has the runs.
     """
 
     runs: list[WeightRun]
-    kept: Request | None = None
+    stale: Request | None = None
     num_preemptions: int = 0
     is_reported: bool = True
 
@@ -120,8 +120,8 @@ class VersionedRequests(EngineHalf):
         border.give_up(self._name, _GIVEN_UP)
         if not update.recompute and border.moves_blocks is not None:
             raise RequestError(
-                "recompute: expected true: a kv_connector would store keys and values of earlier "
-                "weights among those of the new ones"
+                "recompute: expected true: a kv_connector would mix keys and values of earlier "
+                "and of new weights"
             )
         self._forget_prepared()
         self._prepared = update
@@ -147,10 +147,10 @@ class VersionedRequests(EngineHalf):
         return all(msgspec.msgpack.decode(answer, type=bool) for answer in answers)
 
     def _use(self, update: UseArguments) -> Future[bool]:
-        """Let all workers use what is prepared, once no step is under way.
+        """Let all workers use the prepared weights, once no step is under way.
 
         Raises:
-            RequestError: an unknown mode, or one that this engine cannot do.
+            RequestError: an unknown mode, or a mode that this engine cannot do.
             HardpointError: the weights are not read, or the engine sleeps.
         """
         if not self._is_read(update.ticket):
@@ -173,12 +173,12 @@ class VersionedRequests(EngineHalf):
 
         use = functools.partial(self._send, UseWeights(prepared.ticket))
         border.change_weights(use, loader, recompute=recompute)
-        self._note(prepared.version, kept=not recompute)
+        self._note(prepared.version, keeps_cache=not recompute)
         self.is_active, self._version = True, prepared.version
         return True
 
     def _drop(self, arguments: DropArguments) -> bool:  # noqa: ARG002
-        """Forget what is prepared; a `use` that waits fails."""
+        """Forget the prepared weights; a waiting `use` fails."""
         self._between.give_up(self._name, _GIVEN_UP)
         self._forget_prepared()
         return True
@@ -194,18 +194,18 @@ class VersionedRequests(EngineHalf):
 
     # Versions of tokens
 
-    def _note(self, version: str, *, kept: bool) -> None:
+    def _note(self, version: str, *, keeps_cache: bool) -> None:
         before, self._live = self._live, {}
         for request in self._between.live_requests():
             count = len(request.output_token_ids)
             live = before.get(request.request_id) or _TokenVersions(
                 [WeightRun(0, self._version, self._version)]
             )
-            is_old = kept and request.num_computed_tokens > 0
+            is_old = keeps_cache and request.num_computed_tokens > 0
             oldest = live.runs[-1].kv_version if is_old else version
             live.runs = [run for run in live.runs if run.start < count]
             live.runs.append(WeightRun(count, version, oldest))
-            live.kept, live.num_preemptions = request if is_old else None, request.num_preemptions
+            live.stale, live.num_preemptions = request if is_old else None, request.num_preemptions
             live.is_reported = False
             self._live[request.request_id] = live
 
@@ -218,9 +218,9 @@ class VersionedRequests(EngineHalf):
     def _resumed(self, resumed: ResumedOutputs) -> _TokenVersions:
         count = len(resumed.output_token_ids)
         runs = [run for run in resumed.weight_runs or () if run.start < count]
-        own = self._version, self._version
-        if not runs or (runs[-1].version, runs[-1].kv_version) != own:
-            runs.append(WeightRun(count, *own))
+        versions = self._version, self._version
+        if not runs or (runs[-1].version, runs[-1].kv_version) != versions:
+            runs.append(WeightRun(count, *versions))
         return _TokenVersions(runs, is_reported=False)
 
     def refused(self, request_id: str) -> None:
@@ -232,7 +232,7 @@ class VersionedRequests(EngineHalf):
         self._live.pop(request_id, None)
 
     def publish(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        """Add the versions of tokens to outputs whose client does not have them yet."""
+        """Add the versions of tokens to outputs with a client that does not have them yet."""
         for output in (output for message in outputs.values() for output in message.outputs):
             live = self._live.get(output.request_id)
             if live is None:
@@ -240,8 +240,8 @@ class VersionedRequests(EngineHalf):
                     [WeightRun(0, self._version, self._version)], is_reported=False
                 )
                 self._live[output.request_id] = live
-            elif live.kept is not None:
-                self._follow(live, live.kept, len(output.new_token_ids))
+            elif live.stale is not None:
+                self._follow(live, live.stale, len(output.new_token_ids))
             if not live.is_reported:
                 output.weight_runs, live.is_reported = list(live.runs), True
             if output.finished:
@@ -252,9 +252,9 @@ class VersionedRequests(EngineHalf):
             return
         start = len(request.output_token_ids) - num_new
         live.runs.append(WeightRun(start, self._version, self._version))
-        live.kept, live.is_reported = None, False
+        live.stale, live.is_reported = None, False
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Add the version of the weights, unless they are those of the model's files."""
+        """Add the version of the weights, unless they come from the model's files."""
         if self.is_active:
             stats.weight_version = self._version

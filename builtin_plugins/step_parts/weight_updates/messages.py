@@ -34,7 +34,7 @@ class UseArguments(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         ticket: ticket of the call that began to read them.
-        mode: what happens to requests in flight, as in `LLM.pause`.
+        mode: treatment of requests in flight, as in `LLM.pause`.
         recompute: whether requests that have begun compute their keys and values again.
     """
 
@@ -48,7 +48,7 @@ class DropArguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReadWeights(msgspec.Struct, tag=True):
-    """Begin to read weights, instead of those that are prepared.
+    """Begin to read weights, which replace prepared ones.
 
     Attributes:
         ticket: ticket of the call; so messages of several updates differ, also in a journal.
@@ -78,4 +78,4 @@ class DropWeights(msgspec.Struct, tag=True):
 
 
 Call = ReadWeights | AskWeights | UseWeights | DropWeights
-"""What the engine's half asks of the worker halves."""
+"""A request of the engine's half to the worker halves."""

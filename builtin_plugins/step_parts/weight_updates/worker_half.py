@@ -25,7 +25,7 @@ class _WeightReading:
 
     Attributes:
         is_done: whether the thread reads nothing any more.
-        error: what prevented the reading; None if nothing did.
+        error: error of the reading; None without one.
     """
 
     def __init__(self, model: PreparedModel, earlier: _WeightReading | None) -> None:
@@ -87,7 +87,7 @@ class WeightReader(WorkerHalf):
         self._base = loader.base if isinstance(loader, UpdatedWeights) else loader
         self._prepare_again = prepare_again
         self._reading: _WeightReading | None = None
-        self._ticket: int | None = None  # of what is prepared
+        self._ticket: int | None = None  # of the prepared weights
 
     def call(self, message: bytes) -> bytes:
         """Begin to read weights, report whether they are read, use or forget them."""
@@ -130,7 +130,7 @@ class WeightReader(WorkerHalf):
         model.use()
 
     def _drop(self) -> None:
-        """Forget the weights that are prepared; what is read still is closed when it is read."""
+        """Forget the prepared weights; close weights still being read afterwards."""
         self._ticket = None
         if self._reading is not None:
             self._reading.give_up()

@@ -21,7 +21,7 @@ from hardpoint.plugins.component.behaviour import PIECE
 class CompletionStream:
     """Turns one completion's tokens into its outputs as they come.
 
-    Tokens pass four stages; each may hold back what came last, until the completion ends:
+    Tokens pass four stages; each may hold back the latest part, until the completion ends:
 
     1. decode: `push` makes whole characters of tokens.
     2. stop: `push` ends the text at a stop string; `pop` keeps the end in which one may begin.
@@ -33,7 +33,7 @@ class CompletionStream:
     are searched for at the end only.
 
     Attributes:
-        token_ids: token ids of the completion so far; of deltas, those that no output has yet.
+        token_ids: token ids of the completion so far; for deltas, the new ones.
         num_shown: how many token ids the outputs so far have.
         stop_string: the stop string that was found, if one was.
         finished_by: the end of the request by a reader, if there is one.
@@ -148,10 +148,10 @@ class CompletionStream:
         return text
 
     def _watch(self, token_ids: list[int], num_decoded: int) -> list[int]:
-        """Decode the first of some tokens one by one, and note those that are special.
+        """Decode the first of some tokens one by one, and note the special ones.
 
         Returns:
-            Those up to a stop string; all without one.
+            The tokens up to a stop string; all without one.
         """
         for index, token in enumerate(token_ids):
             piece = self.decode((token,)) if index < num_decoded else ""
@@ -189,16 +189,16 @@ class CompletionStream:
         Of several that end at the same character, the first one given counts.
         """
         window, first_end = self._tail + piece, len(self._tail) + 1
-        found: tuple[int, str] | None = None
+        first: tuple[int, str] | None = None
         if num_tokens > self._min_tokens:
             for stop in self._stops:
                 place = window.find(stop, max(first_end - len(stop), 0))
-                if place >= 0 and (found is None or place + len(stop) < found[0]):
-                    found = place + len(stop), stop
-        if found is None:
+                if place >= 0 and (first is None or place + len(stop) < first[0]):
+                    first = place + len(stop), stop
+        if first is None:
             self._tail = window[-self._lookback :] if self._lookback else ""
             return False
-        end, self.stop_string = found
+        end, self.stop_string = first
         if not self._keep_stop:
             end -= len(self.stop_string)
         text = "".join(self._pieces)
@@ -226,7 +226,7 @@ class CompletionStream:
         return self._delta and not num_new
 
     def pop(self, *, finished: bool) -> CompletionOutput:
-        """Return the output so far, or of deltas what is new.
+        """Return the output so far, or the new part of it for deltas.
 
         Raises:
             PluginFaultError: a reader failed; without it, the next output has the same text.

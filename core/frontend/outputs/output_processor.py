@@ -1,4 +1,4 @@
-"""The output processor: from an engine's outputs to what users see."""
+"""The output processor: from an engine's outputs to users' outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """Detokenises, finds stop strings, gathers log-probabilities and builds outputs.
+    """Detokenizes, finds stop strings, gathers log-probabilities and builds outputs.
 
     Inside, every completion of a prompt has an id of its own. Users may name a request by the id
     that they gave it, which several live ones may share, or by its internal one.
@@ -138,16 +138,16 @@ class OutputProcessor:
 
         The id of one completion stands for its whole prompt.
         """
-        found: dict[str, None] = {}
+        internal_ids: dict[str, None] = {}
         for request_id in ids:
             if state := self._states.get(request_id):
                 if request_id == state.parent.internal_id:  # the only completion
-                    found[request_id] = None
+                    internal_ids[request_id] = None
                     continue
                 request_id = state.parent.internal_id
             table = self._by_parent if request_id in self._by_parent else self._by_external
-            found.update(table.get(request_id, {}))
-        return list(found)
+            internal_ids.update(table.get(request_id, {}))
+        return list(internal_ids)
 
     def index_of(self, request_id: str) -> int:
         """Return which completion of its prompt an internal id is."""
@@ -163,11 +163,11 @@ class OutputProcessor:
         Args:
             request_ids: unknown ones are skipped; None is all that are live.
         """
-        found: dict[ParentRequest, set[str]] = {}
+        parents: dict[ParentRequest, set[str]] = {}
         for request_id, state in list(self._states.items()):
             if request_ids is None or request_id in request_ids:
-                found.setdefault(state.parent, set()).update(state.plugins)
-        return found
+                parents.setdefault(state.parent, set()).update(state.plugins)
+        return parents
 
     def observed(self) -> list[Sequence[Any]]:
         """Return the states that observers have of every live request."""
@@ -295,7 +295,7 @@ class OutputProcessor:
     def _reject(
         self, state: RequestState, output: EngineCoreOutput, processed: ProcessedOutputs
     ) -> None:
-        others = [one for one in self.live_of([output.request_id]) if one != output.request_id]
+        others = [i for i in self.live_of([output.request_id]) if i != output.request_id]
         self.drop(others, FinishReason.ERROR)
         self._remove(output.request_id, state, FinishReason.ERROR)
         processed.aborts += others

@@ -417,15 +417,16 @@ class RequestState:
         return _result(shown, stream.readers) if stream.readers else shown
 
     def _all_arrays(self) -> dict[str, dict[str, PartArray]]:
-        found: dict[str, dict[str, PartArray]] = {}
+        by_part: dict[str, dict[str, PartArray]] = {}
         end = len(self._prompt_token_ids) + self.num_tokens - 1
         for (part, key), arrays in self._part_arrays.items():
             positions = np.concatenate([array.positions for array in arrays])
             values = np.concatenate([array.values for array in arrays])
-            own, first = np.unique(positions, return_index=True)  # another engine gave some again
-            first = first[own < end]
-            found.setdefault(part, {})[key] = PartArray(positions[first], values[first])
-        return found
+            # Another engine may have given some again.
+            unique, first = np.unique(positions, return_index=True)
+            first = first[unique < end]
+            by_part.setdefault(part, {})[key] = PartArray(positions[first], values[first])
+        return by_part
 
     def _all_experts(self, experts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         self._routed_experts = [np.concatenate(experts)]

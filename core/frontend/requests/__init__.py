@@ -1,1 +1,1 @@
-"""Prompts in: what callers give is checked, and becomes requests of the engine."""
+"""Input processing: from callers' prompts to checked requests of the engine."""

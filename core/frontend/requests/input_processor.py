@@ -82,7 +82,7 @@ class RequestExtras(typed.Strict):
 
     @property
     def retention(self) -> Retention | None:
-        """The wish that what is computed is kept.
+        """The request's prefix cache retention.
 
         Raises:
             RequestError: one of the fields is there without the other.
@@ -90,10 +90,10 @@ class RequestExtras(typed.Strict):
         if self.session is None and self.retain_seconds is None:
             return None
         if self.session is None or self.retain_seconds is None:
-            given, missing = "session", "retain_seconds"
+            present, missing = "session", "retain_seconds"
             if self.session is None:
-                given, missing = missing, given
-            raise RequestError(f"{missing}: expected a value with {given}, got none")
+                present, missing = missing, present
+            raise RequestError(f"{missing}: expected a value with {present}, got none")
         return Retention(self.session, self.retain_seconds)
 
 
@@ -104,7 +104,7 @@ _POOLED = SamplingParams(max_tokens=1, seed=0, output_kind=RequestOutputKind.FIN
 
 
 class InputProcessor:
-    """Checks parameters, tokenises prompts, resolves plugin arguments. Sends nothing.
+    """Checks parameters, tokenizes prompts, resolves plugin arguments. Sends nothing.
 
     Attributes:
         tokenizer: the model's tokenizer.
@@ -156,15 +156,15 @@ class InputProcessor:
         extras: RequestExtras = NO_EXTRAS,
         *,
         arrival_time: float = 0.0,
-        given: GivenPrompt | None = None,
+        parsed: GivenPrompt | None = None,
     ) -> tuple[EngineCoreRequest, str | None, OutputFormats | None]:
         """Return the request, the prompt's text, if that is known, and the formats of its outputs.
 
-        The caller closes the formats. Fields of `extras` win over those of a tokenised prompt.
+        The caller closes the formats. Fields of `extras` override fields of a tokenized prompt.
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
-            given: what `read` returned for the prompt; None reads it here.
+            parsed: the result of `read` for the prompt; None reads it here.
 
         Raises:
             RequestError: naming the field, its value and the expected one.
@@ -174,13 +174,13 @@ class InputProcessor:
             pooling = typed.convert(params, PoolingParams, path="", error=RequestError)
             params = msgspec.structs.replace(_POOLED, plugin_args=pooling.plugin_args)
         params = self.checked(params)
-        if given is None:
-            given = self.read(prompt)
-        salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
+        if parsed is None:
+            parsed = self.read(prompt)
+        salt = parsed.cache_salt if extras.cache_salt is None else extras.cache_salt
         if (arrived := extras.arrival_time) is None:
-            arrived = arrival_time if given.arrival_time is None else given.arrival_time
+            arrived = arrival_time if parsed.arrival_time is None else parsed.arrival_time
         room = 0 if pooling is not None else params.max_tokens or 1
-        cut = self._cut(given, extras.truncate_prompt_tokens, room)
+        cut = self._cut(parsed, extras.truncate_prompt_tokens, room)
         if pooling is None:
             params = self._completed(params, len(cut.token_ids))
         request = EngineCoreRequest(
@@ -213,34 +213,34 @@ class InputProcessor:
         Raises:
             RequestError: it is malformed, or has no tokens.
         """
-        given: GivenPrompt | None = None
+        parsed: GivenPrompt | None = None
         if isinstance(prompt, Mapping):
-            own: Mapping[Any, Any] = copied(prompt, "prompt")
-            prompt, given = own, self._parts.read_prompt(own, self)
-        if given is None:
-            given = read_prompt(prompt)
-        if given.token_ids is not None or given.text is None:
-            token_ids = checked_ids(given.token_ids, self._model_config.vocab_size)
+            mapping: Mapping[Any, Any] = copied(prompt, "prompt")
+            prompt, parsed = mapping, self._parts.read_prompt(mapping, self)
+        if parsed is None:
+            parsed = read_prompt(prompt)
+        if parsed.token_ids is not None or parsed.text is None:
+            token_ids = checked_ids(parsed.token_ids, self._model_config.vocab_size)
         else:
-            token_ids = self.tokenise(given.text)
+            token_ids = self.tokenise(parsed.text)
         if not token_ids:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
-        return dataclasses.replace(given, token_ids=token_ids)
+        return dataclasses.replace(parsed, token_ids=token_ids)
 
     def outputs_of(self, prompt: Prompt) -> Any:
         """Return the outputs that a prompt comes with, by completion; None: it has none."""
         return copied(prompt, "prompt").get(OUTPUTS) if isinstance(prompt, Mapping) else None
 
     def length_of(self, prompt: Prompt) -> int:
-        """Return the length of a prompt's texts to tokenise; large, if it is more than texts."""
+        """Return the length of a prompt's texts to tokenize; large, if it is more than texts."""
         if isinstance(prompt, Mapping):
-            own: Mapping[Any, Any] = copied(prompt, "prompt")
-            prompt = own
-            if self._parts.reads_prompt(own):
-                texts = (value if isinstance(value, str) else None for value in own.values())
+            mapping: Mapping[Any, Any] = copied(prompt, "prompt")
+            prompt = mapping
+            if self._parts.reads_prompt(mapping):
+                texts = (value if isinstance(value, str) else None for value in mapping.values())
                 return 1 + sum(_LONG_TEXT if text is None else len(text) for text in texts)
-        given = read_prompt(prompt)
-        return 0 if given.text is None or given.token_ids is not None else len(given.text)
+        parsed = read_prompt(prompt)
+        return 0 if parsed.text is None or parsed.token_ids is not None else len(parsed.text)
 
     def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens. May be called in any thread, one call at a time.
@@ -309,7 +309,7 @@ class InputProcessor:
         room = min(params.max_tokens or room, room)
         return self.seeded(msgspec.structs.replace(params, max_tokens=room))
 
-    def _cut(self, given: GivenPrompt, last: int | None, room: int) -> GivenPrompt:
+    def _cut(self, prompt: GivenPrompt, last: int | None, room: int) -> GivenPrompt:
         """Return a prompt with its last tokens, or as a part cuts it.
 
         Args:
@@ -317,30 +317,30 @@ class InputProcessor:
                 returned as it is.
             room: tokens of the output.
         """
-        if last is not None and given.fields and given.cut is None:
+        if last is not None and prompt.fields and prompt.cut is None:
             raise RequestError(
                 "truncate_prompt_tokens: expected none for a prompt with "
-                f"{', '.join(sorted(given.fields))}, got {last}"
+                f"{', '.join(sorted(prompt.fields))}, got {last}"
             )
         if last == -1:
             last = max(self._max_model_len - room, 1)
         if last is not None:
             if last < 1:
                 raise RequestError(
-                    f"truncate_prompt_tokens: expected at least 1, or -1 for those that leave room "
-                    f"for max_tokens, got {last}"
+                    f"truncate_prompt_tokens: expected at least 1, or -1 to leave room for "
+                    f"max_tokens, got {last}"
                 )
-            if len(given.token_ids) > last:
-                if given.cut is not None:
-                    given = given.cut(last)
-                    ids = checked_ids(given.token_ids, self._model_config.vocab_size)
+            if len(prompt.token_ids) > last:
+                if prompt.cut is not None:
+                    prompt = prompt.cut(last)
+                    ids = checked_ids(prompt.token_ids, self._model_config.vocab_size)
                 else:
-                    ids = given.token_ids[-last:]
-                given = dataclasses.replace(given, token_ids=ids, text=None)
-        count = len(given.token_ids)
+                    ids = prompt.token_ids[-last:]
+                prompt = dataclasses.replace(prompt, token_ids=ids, text=None)
+        count = len(prompt.token_ids)
         if count + min(room, 1) > self._max_model_len:
             raise PromptTooLongError.of(count, self._max_model_len, generates=room > 0)
-        return given
+        return prompt
 
 
 def _as_bytes(params: SamplingParams) -> bytes | None:
@@ -359,7 +359,7 @@ _LONG_TEXT = 2000
 
 
 class _TokenInput(typed.Strict):
-    """A prompt that was tokenised elsewhere."""
+    """A prompt that was tokenized elsewhere."""
 
     type: Literal["token"]
     prompt_token_ids: list[int]
@@ -371,12 +371,12 @@ class _TokenInput(typed.Strict):
 def read_prompt(prompt: Prompt) -> GivenPrompt:
     """Return a prompt of a form that no part has for its own, independent of it.
 
-    These are text, token ids, `{"prompt": text}` and `{"prompt_token_ids": ids}`; or, tokenised
+    These are text, token ids, `{"prompt": text}` and `{"prompt_token_ids": ids}`; or, tokenized
     elsewhere, `{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
     `arrival_time`.
 
     Returns:
-        Its `token_ids` are unchecked; None if the text is to be tokenised.
+        Its `token_ids` are unchecked; None if the text is to be tokenized.
 
     Raises:
         RequestError: a mapping of another form, or a list of prompts.
@@ -387,18 +387,18 @@ def read_prompt(prompt: Prompt) -> GivenPrompt:
         token_ids = copied(prompt, "prompt") if is_list(prompt) else prompt
         _check_one(token_ids)
         return GivenPrompt(token_ids=token_ids)
-    given: dict[Any, Any] = copied(prompt, "prompt")
-    if OUTPUTS in given:
-        return _with_outputs(given)
-    if "type" in given:
-        return _tokenised(given)
-    keys = [key for key in _KEYS if key in given]
-    if len(keys) != 1 or len(given) != 1:
+    fields: dict[Any, Any] = copied(prompt, "prompt")
+    if OUTPUTS in fields:
+        return _with_outputs(fields)
+    if "type" in fields:
+        return _tokenised(fields)
+    keys = [key for key in _KEYS if key in fields]
+    if len(keys) != 1 or len(fields) != 1:
         raise RequestError(
             "prompt: expected a mapping with either 'prompt' or 'prompt_token_ids', "
-            f"got the keys [{', '.join(sorted(map(shown, given)))}]"
+            f"got the keys [{', '.join(sorted(map(shown, fields)))}]"
         )
-    value = given[keys[0]]
+    value = fields[keys[0]]
     if keys[0] == "prompt_token_ids":
         return GivenPrompt(token_ids=_listed(value))
     if not isinstance(value, str):
@@ -406,9 +406,9 @@ def read_prompt(prompt: Prompt) -> GivenPrompt:
     return GivenPrompt(text=value)
 
 
-def _with_outputs(given: dict[Any, Any]) -> GivenPrompt:
-    read = read_prompt({key: value for key, value in given.items() if key != OUTPUTS})
-    if given[OUTPUTS] is not None and read.token_ids is None:
+def _with_outputs(fields: dict[Any, Any]) -> GivenPrompt:
+    read = read_prompt({key: value for key, value in fields.items() if key != OUTPUTS})
+    if fields[OUTPUTS] is not None and read.token_ids is None:
         raise RequestError(f"{OUTPUTS}: expected prompt_token_ids with it, got a text")
     return read
 
@@ -416,8 +416,8 @@ def _with_outputs(given: dict[Any, Any]) -> GivenPrompt:
 def _check_one(prompt: Any) -> None:
     first = prompt[0] if is_list(prompt) and prompt else None
     if isinstance(first, str | Mapping) or is_list(first):
-        what = "texts" if isinstance(first, str) else "prompts"
-        raise RequestError(f"prompt: expected one prompt, got a list of {what}")
+        items = "texts" if isinstance(first, str) else "prompts"
+        raise RequestError(f"prompt: expected one prompt, got a list of {items}")
 
 
 def _tokenised(prompt: dict[Any, Any]) -> GivenPrompt:

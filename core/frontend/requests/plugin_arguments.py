@@ -63,7 +63,7 @@ class CallRules(typed.Strict):
     """Which calls of tools a grammar allows.
 
     Attributes:
-        required: names of the tools, one of which has to be called; None requires no call.
+        required: names of the tools to call at least one of; None requires no call.
         strict: names of the tools whose arguments have to fit their schemas, or the request is
             refused. For others, keywords that the grammar backend cannot enforce are left out.
         parallel: whether there may be several calls. Where no grammar sees to it, later ones are
@@ -127,7 +127,7 @@ class PluginArguments:
         self._honoured = {field for taker in self._takers for field in taker.fields}
 
     def _takers_by_name(self, plugins: PluginSet) -> list[ArgumentTaker]:
-        """Return those of `FrontendHalf.named_components`, a class of several kinds once."""
+        """Return the takers of `FrontendHalf.named_components`, a class of several kinds once."""
         named: dict[Any, PluginEntry] = {}
         for kind, name in self._parts.named_components.items():
             if name is not None:
@@ -150,7 +150,7 @@ class PluginArguments:
     ) -> tuple[dict[str, Any], OutputFormats | None]:
         """Fill in, for each component that the request uses, its arguments as plain data.
 
-        Also fills in `reasoning_ended`, and what step parts need.
+        Also fills in `reasoning_ended`, and the fields for step parts.
 
         Args:
             request: to fill in.
@@ -160,20 +160,20 @@ class PluginArguments:
         Returns:
             The fields of parameters that the request gives under `plugin_args`. Not only the
             processor reads them: stop strings are held back until `min_tokens`, and a greedy
-            sampler is recognised by `temperature`. And the formats of its outputs, which the caller
+            sampler is recognized by `temperature`. And the formats of its outputs, which the caller
             closes; None without any.
 
         Raises:
             RequestError: an argument is wrong, belongs to no enabled plugin, or asks for something
                 that no enabled plugin can do; or a step part failed.
         """
-        given = self._located(request.params.plugin_args)
-        formats = self._resolve_all(request, given, tools, calls)
+        located = self._located(request.params.plugin_args)
+        formats = self._resolve_all(request, located, tools, calls)
         fields: dict[str, Any] = {}
         for taker in self._takers:
-            if taker.key in given:
-                own = request.plugin_args[taker.key]
-                fields |= {field: own[field] for field in taker.fields & own.keys()}
+            if taker.key in located:
+                arguments = request.plugin_args[taker.key]
+                fields |= {field: arguments[field] for field in taker.fields & arguments.keys()}
         return fields, formats
 
     def complete(self, request: EngineCoreRequest) -> OutputFormats | None:
@@ -207,8 +207,8 @@ class PluginArguments:
         Raises:
             RequestError: as `resolve`.
         """
-        given = self._located(request.plugin_args)
-        request.plugin_args = {key: arguments.value for key, arguments in given.items()}
+        located = self._located(request.plugin_args)
+        request.plugin_args = {key: arguments.value for key, arguments in located.items()}
         stale = [
             taker
             for taker in self._takers
@@ -257,7 +257,7 @@ class PluginArguments:
         """Return the formats of a request's outputs; None without any.
 
         Raises:
-            RequestError: a part refuses the request, or no part finds what the request asks for.
+            RequestError: a part refuses the request, or no part supports its fields.
         """
         for field in ("reasoning_parser", "tool_parser"):
             name = getattr(request.params, field)
@@ -271,7 +271,7 @@ class PluginArguments:
             if formats is not None:
                 formats.close()
             raise RequestError(
-                "tools: no parser finds calls in what the model writes; set tools.parser "
+                "tools: no parser finds calls in the output of the model; set tools.parser "
                 '("hermes", for example)'
             )
         return formats
@@ -279,11 +279,11 @@ class PluginArguments:
     def _resolve_all(
         self,
         request: EngineCoreRequest,
-        given: Mapping[str, Given],
+        located: Mapping[str, Given],
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         calls: CallRules | None = None,
     ) -> OutputFormats | None:
-        """Fill in a request's resolved arguments, and what step parts and reasoning need.
+        """Fill in a request's resolved arguments, and the fields for step parts and reasoning.
 
         Returns:
             The formats of its outputs, which the caller closes; None without any.
@@ -291,7 +291,7 @@ class PluginArguments:
         self._refuse_unhonoured(request.params)
         request.plugin_args = {}
         if self._named_takers:
-            request.plugin_args = self._resolved(request, self._named_takers, given, None)
+            request.plugin_args = self._resolved(request, self._named_takers, located, None)
         is_free = not tools and calls is None
         formats = self._formats(request, None if is_free else _requested_calls(tools, calls))
         markers = None if formats is None else formats.markers
@@ -302,7 +302,7 @@ class PluginArguments:
                 markers = msgspec.structs.replace(markers, calls=markers.calls if tools else ())
                 request.reasoning_ended = markers.ended(request.known_prompt_ids)
             self._parts.prepare(request, markers)
-            request.plugin_args |= self._resolved(request, self._takers, given, markers)
+            request.plugin_args |= self._resolved(request, self._takers, located, markers)
         except BaseException:
             if formats is not None:
                 formats.close()
@@ -313,12 +313,12 @@ class PluginArguments:
         self,
         request: EngineCoreRequest,
         takers: Sequence[ArgumentTaker],
-        given: Mapping[str, Given],
+        located: Mapping[str, Given],
         reasoning: ReasoningMarkers | None,
     ) -> dict[str, dict[str, Any]]:
         resolved = {}
-        for taker in self._used(takers, request.params, given):
-            arguments, path = taker.arguments(request.params, given.get(taker.key))
+        for taker in self._used(takers, request.params, located):
+            arguments, path = taker.arguments(request.params, located.get(taker.key))
             name = taker.entry.name
             if (name in self._health.ended or name in self._health.deadly) and taker.is_processor:
                 self._health.check(name)
@@ -337,13 +337,13 @@ class PluginArguments:
         return resolved
 
     def _used(
-        self, takers: Sequence[ArgumentTaker], params: SamplingParams, given: Mapping[str, Given]
+        self, takers: Sequence[ArgumentTaker], params: SamplingParams, located: Mapping[str, Given]
     ) -> Iterator[ArgumentTaker]:
         changed = {f for f in self._honoured if getattr(params, f) != getattr(DEFAULTS, f)}
         is_greedy = params.greedy
         for taker in takers:
             if (
-                taker.key in given
+                taker.key in located
                 or not (changed.isdisjoint(taker.fields) or (is_greedy and taker.skips_greedy))
                 or taker.uses
                 or (taker.uses is None and taker.is_asked_for(params))
@@ -367,14 +367,14 @@ class PluginArguments:
         located: dict[str, Given] = {}
         for name, value in plugin_args.items():
             path = f"plugin_args.{name}"
-            found = self._by_name.get(name, ())
-            if not found:
+            takers = self._by_name.get(name, ())
+            if not takers:
                 raise RequestError(f"{path}: {self._why_unknown(name)}")
-            if len(found) > 1:
-                choices = " or ".join(f"{taker.entry.kind}/{taker.entry.name}" for taker in found)
+            if len(takers) > 1:
+                choices = " or ".join(f"{taker.entry.kind}/{taker.entry.name}" for taker in takers)
                 raise RequestError(f"{path}: could be {choices}")
-            check_unique(found[0].entry, path, RequestError)
-            key = found[0].key
+            check_unique(takers[0].entry, path, RequestError)
+            key = takers[0].key
             if key in located:
                 raise RequestError(f"{path}: given twice, here and by {located[key].path}")
             located[key] = Given(path, value)
@@ -427,7 +427,6 @@ def _is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:
 
 
 def _processor_taker(plugins: PluginSet, entry: PluginEntry) -> ArgumentTaker:
-    """Return a logits processor as one that takes arguments."""
     cls: type[LogitsPlugin] = plugins.target(entry)
     default = getattr(cls.uses, "__func__", None) is vars(LogitsPlugin)["uses"].__func__
     return ArgumentTaker(
@@ -448,7 +447,6 @@ def _has_state(cls: type[LogitsPlugin]) -> bool:
 
 
 def _other_takers(plugins: PluginSet, entries: Iterable[PluginEntry]) -> list[ArgumentTaker]:
-    """Return those components that take arguments, of kinds other than logits processors."""
     targets: list[tuple[PluginEntry, type[ComponentWithArguments]]] = [
         (entry, plugins.target(entry)) for entry in entries
     ]

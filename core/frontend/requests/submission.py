@@ -119,7 +119,7 @@ class Submitter:
                 self._input.default_params() if params is None else params,
                 extras,
                 arrival_time=arrived,
-                given=given,
+                parsed=given,
             )
         held = [formats]
         try:
@@ -152,15 +152,15 @@ class Submitter:
         request.generation, request.is_admitted = self._generation, False
         children = parent.children(request)
         if not isinstance(prompt, EngineCoreRequest):
-            given = self._input.outputs_of(prompt)
-            children = _with_outputs(children, given, self._prebuilt.check_resumed)
+            outputs = self._input.outputs_of(prompt)
+            children = _with_outputs(children, outputs, self._prebuilt.check_resumed)
             parent.n = len(children)
         return children
 
     def _warn_of_priority(self, policy: str) -> None:
         _log.warning(
-            'priority: the scheduling policy "%s" ignores it; scheduler.policy = "priority" is the '
-            "one that orders by it",
+            'priority: the scheduling policy "%s" ignores it; scheduler.policy = "priority" '
+            "orders by it",
             policy,
         )
         self._warned_policies.add(policy)
@@ -218,25 +218,25 @@ class Submitter:
 
 def _with_outputs(
     children: list[EngineCoreRequest],
-    given: Any,
+    values: Any,
     check: Callable[[EngineCoreRequest], None],
 ) -> list[EngineCoreRequest]:
-    """Return those of a prompt's completions that go on, each with its outputs.
+    """Return the completions of a prompt to resume, each with its outputs.
 
     Args:
         children: one request per completion.
-        given: for each the token ids of its output so far, or None for one that has ended; None for
-            a prompt without any.
+        values: token ids of the output of each so far, None for one that has ended; None for a
+            prompt without any.
         check: raises a RequestError for a request that cannot go on.
 
     Raises:
         RequestError: the outputs are of another form, of another number, or none can be gone on
             with.
     """
-    if given is None:
+    if values is None:
         return children
     outputs: list[list[int] | None] = typed.convert(
-        given, list[list[int] | None], path=OUTPUTS, error=RequestError
+        values, list[list[int] | None], path=OUTPUTS, error=RequestError
     )
     if len(outputs) != len(children):
         raise RequestError(
@@ -251,8 +251,8 @@ def _with_outputs(
         try:
             check(child)
         except RequestError as error:
-            own = f"{OUTPUTS}[{child.child_index}]"
-            raise RequestError(str(error).replace(_IN_ENGINE, own)) from error
+            path = f"{OUTPUTS}[{child.child_index}]"
+            raise RequestError(str(error).replace(_IN_ENGINE, path)) from error
         going_on.append(child)
     if not going_on:
         raise RequestError(f"{OUTPUTS}: expected a list of token ids of a completion, got none")

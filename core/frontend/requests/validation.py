@@ -69,7 +69,7 @@ class PrebuiltRequestValidator:
         return self.checked(request)
 
     def checked(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """Return a copy whose every field was checked; it has a seed.
+        """Return a copy with every field checked; it has a seed.
 
         Raises:
             RequestError: naming the field.

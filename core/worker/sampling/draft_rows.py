@@ -1,4 +1,4 @@
-"""Draft tokens: further rows of logits of a request, of which its tokens are sampled."""
+"""Draft tokens: additional rows of logits of a request, to sample its tokens from."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .sampling_stage import SamplingStage
 def planned_drafts(
     plan: SchedulerOutput, requests: Sequence[LogitsRequest], last: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the drafts of each request, and the tokens whose hidden states give the rows.
+    """Return the drafts of each request, and the index of each row's token.
 
     Args:
-        requests: those that are sampled.
+        requests: requests to sample.
         last: last token of each in the step.
     """
     drafts: list[list[int]] = []
@@ -60,7 +60,7 @@ class DraftRows:
         """Sample nothing yet.
 
         Args:
-            requests: those that are sampled.
+            requests: requests to sample.
             drafts: drafts of each; may be empty.
             recompute: returns the logits of all rows.
             mask: mask of the rows that a grammar constrains.
@@ -70,10 +70,10 @@ class DraftRows:
         """
         stage.pipeline.check_drafts()
         self.requests, self.drafts = requests, drafts
-        drafted = [request for request, own in zip(requests, drafts, strict=True) if own]
+        drafted = [request for request, tokens in zip(requests, drafts, strict=True) if tokens]
         self.in_turn = stage.pipeline.observes(drafted)
         self._stage, self._recompute, self._mask = stage, recompute, mask
-        self._starts = list(accumulate((1 + len(own) for own in drafts), initial=0))
+        self._starts = list(accumulate((1 + len(tokens) for tokens in drafts), initial=0))
         self._logits: torch.Tensor | None = None  # of all rows
         self._views: dict[tuple[int, int], LogitsRequest] = {}
         self._sampled: dict[tuple[int, int], _Sampled | RequestFault] = {}
@@ -136,7 +136,7 @@ class DraftRows:
             return f"expected a number for each of {len(self.requests)} requests"
         for index, count in enumerate(accepted):
             if type(count) is not int or not 0 <= count <= len(self.drafts[index]):
-                return f"expected numbers from 0 to that of the drafts, {len(self.drafts[index])}"
+                return f"expected numbers up to the number of drafts, {len(self.drafts[index])}"
             tokens = [self._token((index, depth)) for depth in range(count + 1)]
             if tokens[:-1] != list(self.drafts[index][:count]) or (count and tokens[-1] is None):
                 return "expected drafts that equal the tokens sampled for the rows before them"
@@ -158,22 +158,23 @@ class DraftRows:
             output: gets the tokens.
         """
         pipeline = self._stage.pipeline
-        kept: list[tuple[LogitsRequest, list[_Sampled]]] = []
+        remaining: list[tuple[LogitsRequest, list[_Sampled]]] = []
         for index, (request, count) in enumerate(zip(self.requests, accepted, strict=True)):
             if isinstance(fault := self._sampled[index, 0], RequestFault):
                 output.faults[request.request_id] = fault
                 continue
             rows = [self._sampled[index, depth] for depth in range(count + 1)]
             sampled = [row for row in rows if isinstance(row, _Sampled)]
-            kept.append((request, sampled))
-            output.sampled_token_ids[request.request_id] = [one.token for one in sampled]
-            if entries := [one.entry for one in sampled if one.entry is not None]:
+            remaining.append((request, sampled))
+            output.sampled_token_ids[request.request_id] = [row.token for row in sampled]
+            if entries := [row.entry for row in sampled if row.entry is not None]:
                 output.logprobs[request.request_id] = entries
-            if logprobs := [one.seen.logprob for one in sampled if one.seen is not None]:
+            if logprobs := [row.seen.logprob for row in sampled if row.seen is not None]:
                 output.observed_logprobs[request.request_id] = logprobs
         depth = 0
-        while kept:
-            requests, now = [request for request, _ in kept], [rows[depth] for _, rows in kept]
+        while remaining:
+            requests = [request for request, _ in remaining]
+            now = [rows[depth] for _, rows in remaining]
             tokens = [sampled.token for sampled in now]
             for request, token in zip(requests, tokens, strict=True):
                 append(request.request_id, token)
@@ -189,4 +190,4 @@ class DraftRows:
             for request_id in output.finishes.keys() & {request.request_id for request in requests}:
                 del output.sampled_token_ids[request_id][depth:]
             over = output.faults.keys() | output.finishes.keys()
-            kept = [k for k in kept if len(k[1]) > depth and k[0].request_id not in over]
+            remaining = [k for k in remaining if len(k[1]) > depth and k[0].request_id not in over]

@@ -18,10 +18,10 @@ class GrammarMask:
     def __init__(
         self, bitmask: GrammarBitmask, requests: Sequence[LogitsRequest], ops: Ops
     ) -> None:
-        """Match the rows of a bitmask with those of a step.
+        """Match the rows of a bitmask with the rows of a step.
 
         Args:
-            bitmask: bitmask of the step, also of requests of which no token is chosen.
+            bitmask: bitmask of the step, also of requests without a token to choose.
             requests: one per row; views of a request after its drafts follow it.
         """
         self._ops = ops
@@ -64,7 +64,7 @@ class GrammarMask:
         return logits
 
     def forbidden(self, tokens: Sequence[int]) -> list[int]:
-        """Return the rows whose token their grammar forbids."""
+        """Return the rows with a token that their grammar forbids."""
         return [
             row
             for row, mask_row in self._mask_rows.items()

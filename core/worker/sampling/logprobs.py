@@ -36,7 +36,7 @@ def prompt_logprobs(
     """Return the log-probabilities of the prompt tokens that a step predicts, by request.
 
     Args:
-        step: whose hidden states were computed.
+        step: step with computed hidden states.
         device: device of the logits.
         compute_logits: returns float32 logits of rows of the step; the next call may overwrite
             them.
@@ -69,6 +69,6 @@ def prompt_logprobs(
 def _read(held: list[_Part]) -> None:
     lists = iter(fetch([tensor for part in held for tensor in part.tensors]))
     for part in held:
-        own = [next(lists) for _ in part.tensors]
-        part.entries.extend(token_logprobs(own, part.tokens, part.counts))
+        values = [next(lists) for _ in part.tensors]
+        part.entries.extend(token_logprobs(values, part.tokens, part.counts))
     held.clear()

@@ -118,7 +118,7 @@ class LogitsPipeline:
         """Pass the changes of the batch on; called in every step, before the model runs.
 
         Args:
-            update: what changed since the last step, None if nothing did.
+            update: changes since the last step, None without any.
             full_update: returns the batch as if every request had just been added.
         """
         self._end_step()
@@ -179,7 +179,7 @@ class LogitsPipeline:
         """Advance the states of each request by its new token; return the ends of requests.
 
         Args:
-            requests: those of the last `apply` that got a token.
+            requests: requests of the last `apply` that got a token.
             tokens: on the host.
             device_ids: the same on the device, int64 [requests].
         """
@@ -194,7 +194,7 @@ class LogitsPipeline:
         return faults
 
     def observing_rows(self, requests: Sequence[LogitsRequest]) -> list[int]:
-        """Return the rows of the last `apply` whose requests use a processor that observes."""
+        """Return the rows of the last `apply` with requests that use an observing processor."""
         if not self._observing:
             return []
         return [

@@ -67,8 +67,8 @@ class RequestArguments:
                     return self._rejected(RequestFault(str(cause)))
                 except BaseException as cause:
                     raise_unless_fault(cause)
-                    what = f"sampler {self._sampler.name!r}: its Arguments failed"
-                    return self._rejected(RequestFault(f"{what}: {describe(cause)}"))
+                    failure = f"sampler {self._sampler.name!r}: its Arguments failed"
+                    return self._rejected(RequestFault(f"{failure}: {describe(cause)}"))
                 continue
             runner = self._pipeline.runner(name, source.generation)
             if runner is None:

@@ -46,9 +46,9 @@ class Sampled:
     """The result of sampling, or of one of its passes.
 
     Attributes:
-        tokens: one per row; without meaning for a row whose request has a fault.
+        tokens: one per row; without meaning for the row of a request with a fault.
         device_ids: the same on the device, int64 [rows].
-        bad_rows: rows whose chosen logit is not finite, those of requests with a fault left out.
+        bad_rows: rows with a chosen logit that is not finite, without requests with a fault.
         logprobs: by row, where the request asks for them.
         observed: the distribution of the token, by row, where a plugin of the request observes it.
         faults: requests that cannot go on, by id.
@@ -67,8 +67,8 @@ class _Choice:
     """The result of one pass on the device.
 
     Attributes:
-        copy: the tokens, their logits and what log-probabilities need, on their way to the host.
-        observing: rows whose tokens a processor observes.
+        copy: tokens, logits and the tensors of log-probabilities, on their way to the host.
+        observing: rows with tokens that a processor observes.
         num_observed: number of copied tensors with their distributions.
     """
 
@@ -86,7 +86,7 @@ class _StepRows:
     """The rows of a step, for as long as they stay the same.
 
     Attributes:
-        with_logprobs: rows whose requests ask for log-probabilities.
+        with_logprobs: rows of requests that ask for log-probabilities.
         logprob_counts: how many most likely tokens each of these asks for.
         given: the tokens that each of these names.
     """
@@ -117,10 +117,10 @@ class _StepRows:
         self._logprob_index: torch.Tensor | None = None
         if not self.with_logprobs:
             return
-        asked = [requests[row].params for row in self.with_logprobs]
-        self.logprob_counts = [params.logprobs or 0 for params in asked]
-        self.given = [params.logprob_token_ids or [] for params in asked]
-        if len(asked) < len(requests):
+        all_params = [requests[row].params for row in self.with_logprobs]
+        self.logprob_counts = [params.logprobs or 0 for params in all_params]
+        self.given = [params.logprob_token_ids or [] for params in all_params]
+        if len(all_params) < len(requests):
             self._logprob_index = to_device(self.with_logprobs, device)
 
     def are_of(self, requests: Sequence[LogitsRequest]) -> bool:
@@ -174,7 +174,7 @@ class SamplingStage:
         Args:
             copy_to_host: see `Ops`.
             device: device of the logits.
-            processed_logprobs: whether log-probabilities are those of the processed logits.
+            processed_logprobs: whether log-probabilities are of the processed logits.
         """
         self._copy_to_host = copy_to_host
         self._sample = sampler.sample
@@ -216,7 +216,7 @@ class SamplingStage:
             mask: mask of the rows that a grammar constrains.
 
         Raises:
-            PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
+            PluginFaultError: the sampler failed, or a plugin with faults of scope engine.
         """
         if not self._rows.are_of(requests):
             self._rows = _StepRows(requests, self.device, self.states_key, draws=self.sampler.draws)

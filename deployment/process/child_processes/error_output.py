@@ -19,7 +19,7 @@ _DRAIN_S = 0.2
 
 
 class ErrorOutput:
-    """Passes on what a child writes to stderr, line by line, and keeps the last lines.
+    """Passes on the stderr of a child, line by line, and keeps the last lines.
 
     It has a thread of its own, which ends with the child's end of the pipe.
     """

@@ -143,10 +143,10 @@ def main_objects(references: Iterable[str]) -> bytes:
         raise PluginLoadError(
             f"__main__:{missing[0]}: process {os.getpid()} does not have it, so that its child "
             f"processes cannot get it: an engine process has only the program's plugins, with "
-            f"what these use; move it into a module, or make it a method of the plugin"
+            f"their dependencies; move it into a module, or make it a method of the plugin"
         )
-    found = {name: getattr(module, name) for name in sorted(names)}
-    return dumps(found) if found else b""
+    objects = {name: getattr(module, name) for name in sorted(names)}
+    return dumps(objects) if objects else b""
 
 
 class _Versioned(msgspec.Struct):

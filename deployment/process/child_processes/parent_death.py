@@ -37,7 +37,7 @@ def end_with_parent() -> None:
 
 
 def withdraw() -> None:
-    """Take back an alarm, as the parent lives. One that has a handler is a plugin's."""
+    """Take back an alarm, as the parent lives. An alarm with a handler is a plugin's."""
     is_set = signal.getitimer(signal.ITIMER_REAL)[0]
     if is_set and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
         signal.alarm(0)

@@ -63,9 +63,9 @@ class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
             process: names the process in messages.
         """
         known = {f"{errors.__name__}:{name}": getattr(errors, name) for name in errors.__all__}
-        own = next((known[name] for name in self.types if name in known), None)
-        if own is not None:
-            error: HardpointError = own(self.message)
+        known_class = next((known[name] for name in self.types if name in known), None)
+        if known_class is not None:
+            error: HardpointError = known_class(self.message)
         else:
             name = self.types[0].removeprefix("builtins:").replace(":", ".")
             error = EngineDeadError(f"the {process} failed: {name}: {self.message}")
@@ -89,7 +89,7 @@ class ChildProcess:
     collected. The copy of this object in a process that the parent forked does nothing.
 
     Attributes:
-        what: names it in messages.
+        title: names it in messages.
         run: the function that it runs by default, `package.module:function`; imported while the
             child waits for its launch, and called with the encoded launch and a ParentWatch.
         keeps_output: whether its death is reported with the last lines that it wrote to stderr.
@@ -97,7 +97,7 @@ class ChildProcess:
         passed_fds: in the child, the numbers of the descriptors that `spawn` passed.
     """
 
-    what: ClassVar[str] = "child process"
+    title: ClassVar[str] = "child process"
     run: ClassVar[str]
     keeps_output: ClassVar[bool] = False
     passed_fds: tuple[int, ...] = ()
@@ -159,7 +159,7 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         launch_seconds: float = 0.0,
     ) -> Self:
-        """Start a child, which imports what it runs while it waits for its launch.
+        """Start a child, which imports its modules while it waits for its launch.
 
         Args:
             interpreter: to start; None is one like this process's own.
@@ -196,7 +196,7 @@ class ChildProcess:
             ours.close()
             if output is not None:
                 output.close()
-            raise EngineDeadError(f"the {cls.what} could not be started: {cause}") from cause
+            raise EngineDeadError(f"the {cls.title} could not be started: {cause}") from cause
         finally:
             theirs.close()
         if output is not None:
@@ -247,7 +247,7 @@ class ChildProcess:
     @property
     def label(self) -> str:
         """Its kind and its process id, for messages."""
-        return f"{self.what} (pid {self.pid})"
+        return f"{self.title} (pid {self.pid})"
 
     @property
     def description(self) -> str:
@@ -259,7 +259,7 @@ class ChildProcess:
 
     @property
     def ending(self) -> str:
-        """How it ended, with what the cgroup has counted; that may be another process of it."""
+        """How it ended, with the counts of the cgroup; these may be of another process of it."""
         code = self.returncode
         if code != -signal.SIGKILL or self._oom_kills is None:
             return ending(code)
@@ -332,7 +332,7 @@ class ChildProcess:
         return None if failure is None else failure.error(self.label)
 
     def _receive(self) -> None:
-        """Read what the child has sent, without waiting."""
+        """Read the messages of the child, without waiting."""
         while not self._eof:
             try:
                 part = self._channel.recv(1 << 16)
@@ -430,7 +430,7 @@ def was_killed(code: int | None) -> bool:
 
 
 def ending(code: int | None) -> str:
-    """Return how a process with an exit code has ended, as text; None is one that runs."""
+    """Return the end of a process as text, by its exit code; None stands for a running process."""
     if code is None:
         return "is running"
     if code >= 0:

@@ -30,7 +30,7 @@ class RemoteClient(EngineCoreClient, Protocol):
 
     @property
     def pid(self) -> int:
-        """The process id; of several, that of the first one that serves."""
+        """The process id; of several engines, the id of the first that serves."""
 
     @property
     def is_serving(self) -> bool:
@@ -61,7 +61,7 @@ class UtilityCalls:
     shares_engines: bool = False
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s` is that of utilities which have one, `engine.call_timeout_seconds`."""
+        """`timeout_s` is the timeout of most utilities, `engine.call_timeout_seconds`."""
         self._timeout_s = timeout_s
 
     def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
@@ -69,7 +69,7 @@ class UtilityCalls:
         raise NotImplementedError
 
     def _wait_until_serving(self, timeout_s: float | None) -> None:
-        """Wait for an engine that is being started; of one that is not, do nothing."""
+        """Wait for an engine that is being started; return at once for any other."""
 
     def call_utility(
         self, method: str, *args: Any, timeout: float | None = None, rank: int | None = None

@@ -171,7 +171,7 @@ class SendQueue:
                 self._senders[0].wake_up()
 
     def wake_ended(self) -> None:
-        """Wake up the tasks whose requests have ended, so that they leave the queue."""
+        """Wake up the tasks of ended requests, so that they leave the queue."""
         for sender in self._senders:
             if sender.has_ended():
                 sender.wake_up()

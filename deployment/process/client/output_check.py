@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,8 @@ from hardpoint.host.system.encoding import WireError
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.requests import PartArray, TokenLogprobs
 from hardpoint.plugins.requests.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
+
+from .output_decoder import RARE_FIELDS, OutputDecoder
 
 T = TypeVar("T")
 
@@ -89,7 +92,11 @@ def _num_entries(likeliest: int | None, named: Sequence[int] | None) -> int:
 
 
 class OutputCheck:
-    """Checks the outputs of one engine. Requests are added in any thread; outputs come in one."""
+    """Checks the outputs of one engine. Requests are added in any thread; outputs come in one.
+
+    Attributes:
+        decoder: decoder of its messages.
+    """
 
     def __init__(self, vocab_size: int, max_model_len: int, *, is_remote: bool = False) -> None:
         """Begin without a request.
@@ -100,6 +107,7 @@ class OutputCheck:
             is_remote: whether others run the engine, so that a plugin that it blames for an error
                 is not quarantined here.
         """
+        self.decoder = OutputDecoder(vocab_size)
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._is_remote = is_remote
         self._requests: dict[str, _Expected] = {}
@@ -113,7 +121,7 @@ class OutputCheck:
             )
 
     def expect(self, requests: Sequence[EngineCoreRequest], send: Callable[[], T]) -> T:
-        """Send requests whose outputs are expected from then on; return the result of `send`.
+        """Send requests and expect their outputs from then on; return the result of `send`.
 
         None is expected if `send` raises or returns False: then they were not sent.
         """
@@ -129,7 +137,7 @@ class OutputCheck:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests whose outputs are expected."""
+        """Number of requests with expected outputs."""
         return len(self._requests)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -162,50 +170,41 @@ class OutputCheck:
                 f"a message of {num_bytes} bytes, expected at most {limit} for its requests"
             )
 
-    def check(self, batch: EngineCoreOutputs) -> None:
+    def check(self, batch: EngineCoreOutputs, rare_fields: Collection[str] | None = None) -> None:
         """Check a message; outputs of requests that the engine does not have are removed.
+
+        Args:
+            rare_fields: rare fields of its outputs, as `decoder` reports them; None checks all
+                fields, and the token ids, which the decoder checks otherwise.
 
         Raises:
             WireError: it has something that does not belong to its request.
         """
-        requests, vocab_size = self._requests, self._vocab_size
-        limit = _MOST_UNKNOWN + _OUTPUTS_PER_REQUEST * len(requests)
+        limit = _MOST_UNKNOWN + _OUTPUTS_PER_REQUEST * len(self._requests)
         if len(batch.outputs) > limit:
             raise WireError(f"outputs: expected at most {limit}, got {len(batch.outputs)}")
+        is_decoded = rare_fields is not None
+        with_rare = _ids_with(batch.outputs, rare_fields) if rare_fields else frozenset()
+        have_tokens_alone = is_decoded and not with_rare
         unknown: set[int] = set()
+        requests = self._requests
         for output in batch.outputs:
-            expected = requests.get(output.request_id)
-            if expected is None:
+            try:
+                expected = requests[output.request_id]
+            except KeyError:
                 unknown.add(id(output))
                 continue
-            tokens = output.new_token_ids
+            expected.tokens_left -= len(output.new_token_ids)
+            if expected.tokens_left < 0:
+                raise _wrong(output, "new_token_ids", "at most max_tokens tokens")
             if (
-                len(tokens) == 1
-                and 0 <= tokens[0] < vocab_size
-                and expected.tokens_left
-                and output.finish_reason is None
-                and output.stop_reason is None
-                and output.logprobs is None
+                output.logprobs is None
                 and output.prompt_logprobs is None
-                and output.error is None
-                and output.faulty_plugin is None
-                and not output.events
-                and output.num_cached_tokens is None
-                and output.error_kind is None
-                and output.pooling_output is None
-                and not output.num_nans_in_logits
-                and output.prefill_stats is None
-                and output.routed_experts is None
-                and output.part_figures is None
-                and output.part_arrays is None
-                and output.weight_runs is None
-                and not output.num_resumes
                 and output.observed_logprobs is None
-            ):  # one token, and nothing else that is checked: nearly every output
-                expected.tokens_left -= 1
+                and (have_tokens_alone or (is_decoded and id(output) not in with_rare))
+            ):  # tokens alone: nearly every output
                 continue
-            _check_tokens(output, expected, vocab_size)
-            _check_fields(output, expected, vocab_size)
+            _check_fields(output, expected, self._vocab_size)
             if output.finish_reason is not None:
                 del requests[output.request_id]
             if self._is_remote:
@@ -217,29 +216,29 @@ class OutputCheck:
         _check_reports(batch)
 
 
+_GETTERS = {field: attrgetter(field) for field in RARE_FIELDS}
+
+
+def _ids_with(outputs: Iterable[EngineCoreOutput], fields: Iterable[str]) -> Set[int]:
+    """Return the object ids of outputs with one of the fields."""
+    with_fields: set[int] = set()
+    for field in fields:
+        get, default = _GETTERS[field], RARE_FIELDS[field]
+        with_fields.update([id(output) for output in outputs if get(output) is not default])
+    return with_fields
+
+
 def _wrong(output: EngineCoreOutput, field: str, expected: str) -> WireError:
     return WireError(f"output of {output.request_id!r}: {field}: expected {expected}")
 
 
-def _check_tokens(output: EngineCoreOutput, expected: _Expected, vocab_size: int) -> None:
-    tokens = output.new_token_ids
-    if len(tokens) == 1:
-        is_right = 0 <= tokens[0] < vocab_size
-    else:
-        is_right = not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size)
-    if not is_right:
-        raise _wrong(output, "new_token_ids", f"token ids below {vocab_size}")
-    expected.tokens_left -= len(tokens)
-    if expected.tokens_left < 0:
-        raise _wrong(output, "new_token_ids", "at most max_tokens tokens")
-
-
 def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int) -> None:
-    """Check the fields that few outputs have.
+    """Check token ids, and the fields that few outputs have.
 
     Raises:
         WireError: one does not belong to the request.
     """
+    _check_tokens(output, vocab_size)
     _check_all_logprobs(output, expected, vocab_size)
     _check_arrays(output, expected)
     cached = output.num_cached_tokens
@@ -263,6 +262,12 @@ def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int
         if isinstance(text, str) and len(text) > _MOST_TEXT:
             raise _wrong(output, field, f"at most {_MOST_TEXT} characters")
     _check_end(output)
+
+
+def _check_tokens(output: EngineCoreOutput, vocab_size: int) -> None:
+    tokens = output.new_token_ids
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        raise _wrong(output, "new_token_ids", f"token ids below {vocab_size}")
 
 
 _END_KEYS = {"plugin", "reason", "stop_reason"}

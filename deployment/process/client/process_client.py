@@ -198,7 +198,7 @@ class EngineMonitor:
         deadline = time.monotonic() + timeout_s
         while (failure := self._process.failure()) is None:
             if self._state is _State.CLOSED or time.monotonic() > deadline:
-                return EngineDeadError("the engine failed; its log says why")
+                return EngineDeadError("the engine failed; see its log")
             time.sleep(_POLL_INTERVAL_MS / 1000)
         return failure
 
@@ -223,7 +223,7 @@ _WATCHER_THREAD = "EngineWatch"
 
 
 def close_outside(close: Callable[[], None]) -> None:
-    """Call a function; in a thread of its own, if the collector runs in one that it waits for."""
+    """Call a function; in a new thread if the collector runs in a thread that it waits for."""
     if threading.current_thread().name in (READER_THREAD, _WATCHER_THREAD):
         threading.Thread(target=close, name="EngineClose").start()
     else:
@@ -240,8 +240,8 @@ def _wait_until_ready(
         if (failure := process.failure()) is not None:
             raise failure
     raise EngineDeadError(
-        f"the engine was not ready within {timeout_s:g} s (engine.start_timeout_seconds), of which "
-        f"the program took {prepared:.1f} s before the launch"
+        f"the engine was not ready within {timeout_s:g} s (engine.start_timeout_seconds); "
+        f"the program took {prepared:.1f} s of it before the launch"
     )
 
 
@@ -271,7 +271,7 @@ def _is_needed(entry: PluginEntry) -> bool:
 
 
 class RequestSockets:
-    """Base of clients whose requests and outputs go through sockets of their own."""
+    """Base of clients with sockets of their own for requests and outputs."""
 
     _sockets: EngineSockets
     _outputs: OutputQueue

@@ -357,8 +357,10 @@ class EngineSockets:
             poller = zmq.Poller()
             poller.register(self._output, zmq.POLLIN)
             poller.register(self._wake_receiver, zmq.POLLIN)
-            decoder: Decoder[Any] = Decoder(EngineCoreOutputs | UtilityOutput)
             check = self.check
+            decoder: Decoder[Any] = (
+                Decoder(EngineCoreOutputs | UtilityOutput) if check is None else check.decoder
+            )
             while (frames := self._receive(poller)) is not None:
                 if frames[0].bytes == ENGINE_CORE_DEAD:
                     on_end(None)
@@ -368,7 +370,7 @@ class EngineSockets:
                 message = decoder.decode([frame.buffer for frame in frames])
                 if isinstance(message, EngineCoreOutputs):
                     if check is not None:
-                        check.check(message)
+                        check.check(message, check.decoder.rare_fields)
                     on_outputs(message)
                 else:
                     self._complete_call(message)

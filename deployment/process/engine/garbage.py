@@ -33,7 +33,7 @@ class LongCollections:
     """A callback of the garbage collector that logs collections which take long."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Log those that take longer than `seconds`."""
+        """Log collections that take longer than `seconds`."""
         self._seconds, self._clock = seconds, clock
         self._began: float | None = None
 

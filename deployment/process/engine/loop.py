@@ -72,7 +72,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request with what the input thread computed for it.
+    """A request with the values that the input thread computed for it.
 
     Attributes:
         block_hashes: block hashes of its prompt.
@@ -269,8 +269,8 @@ class EngineLoop:
                 self._add_all(message)
             case Abort():
                 message.is_handled = True
-                own = self._core.of_client(message.request_ids, message.client_index)
-                self._send(self._core.abort_requests(own))
+                request_ids = self._core.of_client(message.request_ids, message.client_index)
+                self._send(self._core.abort_requests(request_ids))
             case UtilityCall():
                 self._call(message)
             case Rejection():
@@ -304,7 +304,10 @@ class EngineLoop:
                 shutting_down = EngineDeadError("the engine is shutting down")
                 self._reject(request.request_id, request.client_index, shutting_down)
             return
-        queued = [(one.request, one.block_hashes, one.arrived) for one in call.requests]
+        queued = [
+            (prepared.request, prepared.block_hashes, prepared.arrived)
+            for prepared in call.requests
+        ]
         try:
             self._core.add_requests(queued)
         except RefusedInCallError as refused:

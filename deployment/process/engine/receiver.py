@@ -73,7 +73,7 @@ class MessageReader:
             self._queues.abort([name for name in message if name in self._live[client]], client)
             return
         if isinstance(message, PreparedCall):
-            self._live[client].update(one.request.request_id for one in message.requests)
+            self._live[client].update(prepared.request.request_id for prepared in message.requests)
         elif isinstance(message, Prepared):
             self._live[client].add(message.request.request_id)
         self._queues.input.put(message)
@@ -103,7 +103,7 @@ class MessageReader:
     def _all_prepared(
         self, requests: Sequence[EngineCoreRequest], client: int, arrived: float
     ) -> list[Prepared]:
-        """Return the requests of a call with what this thread computes for them.
+        """Return the requests of a call with the values that this thread computes for them.
 
         Raises:
             RefusedInCallError: one is invalid.
@@ -167,9 +167,9 @@ def _reported(kind: RequestType | None, error: BaseException) -> HardpointError:
         return error
     if isinstance(error, MemoryError):
         return WireError("it does not fit into memory")
-    what = "a message" if kind is None else f"a message of type {kind.name}"
-    _log.error("looking at %s failed", what, exc_info=error)
-    return HardpointError(f"looking at {what} failed: {describe(error)}")
+    subject = "a message" if kind is None else f"a message of type {kind.name}"
+    _log.error("looking at %s failed", subject, exc_info=error)
+    return HardpointError(f"looking at {subject} failed: {describe(error)}")
 
 
 def _is_id(value: Any) -> bool:

@@ -12,7 +12,7 @@ _INTERVAL_S = 0.1
 
 
 class ClientReports:
-    """Adds reports to the outputs of a loop: what has changed since the last ones.
+    """Adds reports to the outputs of a loop: the changes since the last ones.
 
     Every client gets them, whether or not it has requests.
     """

@@ -135,7 +135,7 @@ def _beat(activity: Activity) -> None:
 
 
 def _use_own_cores(index: int, num_engines: int) -> None:
-    """Let this process, and those that it starts, run on its part of the CPUs.
+    """Pin this process, and its children, to its part of the CPUs.
 
     Whole cores are divided, those of a NUMA node next to each other. If there are fewer cores than
     engines, several engines have the same core.
@@ -151,7 +151,7 @@ def _use_own_cores(index: int, num_engines: int) -> None:
     cores: dict[tuple[str, str], set[int]] = {}
     for number in sorted(usable):
         folder = CPUS / f"cpu{number}"
-        node = min((found.name for found in folder.glob("node*")), key=len, default="")
+        node = min((link.name for link in folder.glob("node*")), key=len, default="")
         siblings = read_control(folder / "topology" / "thread_siblings_list")
         cores.setdefault((node, siblings or f"{number}"), set()).add(number)
     by_node = [cores[key] for key in sorted(cores, key=lambda key: (len(key[0]), key[0]))]

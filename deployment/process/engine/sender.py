@@ -119,7 +119,7 @@ class OutputEncoder:
     """Encodes the messages that an engine sends. One thread at a time."""
 
     def __init__(self, abort: Callable[[list[str], int], None]) -> None:
-        """`abort` gets the ids of requests whose outputs cannot be encoded, and their client."""
+        """`abort` gets the ids of requests with outputs that cannot be encoded, and the client."""
         self._abort = abort
         self._encoder = Encoder()
         # Requests whose client got an error instead of an output, until the engine has ended them.

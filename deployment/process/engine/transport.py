@@ -69,7 +69,7 @@ class DealerConnection:
                 self._close_cut()
                 _log.warning(
                     "the connection to client %d was cut, as for a frame of more than %d bytes; "
-                    "it is restored, what was sent in between is lost",
+                    "it is restored, messages in between are lost",
                     self._client,
                     MOST_BYTES,
                 )

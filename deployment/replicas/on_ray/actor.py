@@ -1,4 +1,4 @@
-"""The Ray actor that runs an engine, and what it is started with."""
+"""The Ray actor that runs an engine, and its start parameters."""
 
 from __future__ import annotations
 
@@ -53,16 +53,24 @@ class EngineActor:
         Returns:
             Nothing, or the RemoteFailure of an error for which it has not joined.
         """
-        given = msgspec.msgpack.decode(launch, type=ActorLaunch)
+        actor_launch = msgspec.msgpack.decode(launch, type=ActorLaunch)
         # Nothing is sent: the program lets the engine end, or kills the actor.
         stop, other = socket.socketpair()
         try:
-            config = msgspec.convert(given.config, EngineConfig)
-            hello = msgspec.structs.replace(hello_of(config), rank=given.rank, host=given.node)
+            config = msgspec.convert(actor_launch.config, EngineConfig)
+            hello = msgspec.structs.replace(
+                hello_of(config), rank=actor_launch.rank, host=actor_launch.node
+            )
             # The program runs its own code here anyway, so that its plugins are not compared with
             # a list of this node; the engine compares versions when it loads them.
             joining = Joining(
-                config, None, given.address, given.keys, hello, stop.fileno(), given.num_sharing
+                config,
+                None,
+                actor_launch.address,
+                actor_launch.keys,
+                hello,
+                stop.fileno(),
+                actor_launch.num_sharing,
             )
             with contextlib.closing(joining):
                 joining.run()

@@ -38,7 +38,7 @@ _SETTING = "parallel.ray"
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
-    """Which cluster is joined; the environment is that of the program, or of its job."""
+    """The joined cluster, with the environment of the program, or of its job."""
 
     address: str
     namespace: str = ""
@@ -197,7 +197,9 @@ class EngineCluster:
 
     def _large_nodes(self) -> list[RayNode]:
         needed = self._needed.items()
-        return [one for one in self.nodes if all(one.resources.get(k, 0) >= v for k, v in needed)]
+        return [
+            node for node in self.nodes if all(node.resources.get(k, 0) >= v for k, v in needed)
+        ]
 
     def close(self) -> None:
         """End the actors that are left; leave the cluster, unless others in this program use it."""
@@ -233,8 +235,8 @@ class PlacedActor:
 
     def failure(self, error: BaseException) -> HardpointError:
         """Return the error for one of Ray's that `running` ended with."""
-        found = actor_failure(error, self.node, str(self.node))
-        return found if isinstance(found, PluginLoadError) else EngineDeadError(str(found))
+        failure = actor_failure(error, self.node, str(self.node))
+        return failure if isinstance(failure, PluginLoadError) else EngineDeadError(str(failure))
 
     def end(self) -> None:
         """Kill it, and release its resources. The second time does nothing."""

@@ -97,11 +97,11 @@ class RayHosts(JoinedHosts):
             ConfigError: other nodes cannot reach it.
         """
         here = self._cluster.address
-        outside = [one for one in self._cluster.nodes if not is_loopback(one.address)]
+        outside = [node for node in self._cluster.nodes if not is_loopback(node.address)]
         if is_loopback(here) and outside:
             raise ConfigError(
                 f"parallel.join_address: expected an address of this node that {outside[0]} "
-                f"reaches, got none, and that of this node in Ray is {here}"
+                f"reaches, got none, and the address of this node in Ray is {here}"
             )
         return f"tcp://{listening_address(here, 0).removesuffix(':0')}{ANY_PORT}"
 
@@ -160,10 +160,12 @@ class RayHost(JoinedHost):
         """
         assert isinstance(launch, Launch)
         if launch.main_objects:
-            own = [one for one in launch.manifest.tree() if one.value.startswith(_OF_PROGRAM)]
+            entries = [
+                entry for entry in launch.manifest.tree() if entry.value.startswith(_OF_PROGRAM)
+            ]
             raise PluginLoadError(
-                f"{own[0].source}: expected a plugin of a module that is on each node of Ray "
-                f"(parallel.ray), got {own[0].value!r}, which this program defines itself"
+                f"{entries[0].source}: expected a plugin of a module that is on each node of Ray "
+                f"(parallel.ray), got {entries[0].value!r}, which this program defines itself"
             )
         self._place(launch).running.add_done_callback(self._returned)
         super().launch(launch)
@@ -192,7 +194,7 @@ class RayHost(JoinedHost):
 
     def _launch_on(self, launch: Launch, node: RayNode) -> bytes:
         size_is_known = msgspec.convert(launch.config, EngineConfig).kv_cache.num_blocks is not None
-        given = ActorLaunch(
+        actor_launch = ActorLaunch(
             address=self._address,
             keys=self._keys,
             rank=self.rank,
@@ -201,7 +203,7 @@ class RayHost(JoinedHost):
             # The first engine finds the size of all caches, before others are on its node.
             num_sharing=1 if size_is_known else self._cluster.num_per_node,
         )
-        return encode(given)
+        return encode(actor_launch)
 
     def _returned(self, running: Future[bytes]) -> None:
         """Note that the actor runs no engine any more; in a thread of Ray's."""

@@ -135,7 +135,9 @@ class RelayedClient(RequestSockets, UtilityCalls):
 
     def next_notices(self) -> Future[list[Notice]]:
         """Return the notices of the owner since the last call, once there are any."""
-        return _mapped(self.ask(NOTICES), lambda found: convert(found, list[Notice], path=NOTICES))
+        return _mapped(
+            self.ask(NOTICES), lambda notices: convert(notices, list[Notice], path=NOTICES)
+        )
 
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Do nothing: the owner of the engines starts them."""
@@ -158,7 +160,7 @@ class RelayedClient(RequestSockets, UtilityCalls):
 
 
 class OpenRelayed:
-    """Opens the client of a frontend whose engines another process owns; an `OpenRemoteClient`.
+    """Opens the client of a frontend to engines of another process; an `OpenRemoteClient`.
 
     Attributes:
         client: the client, once it is open.
@@ -189,11 +191,11 @@ def _converted(future: Future[Any], method: str) -> Future[Any]:
 def _mapped(future: Future[Any], change: Any) -> Future[Any]:
     mapped: Future[Any] = Future()
 
-    def done(found: Future[Any]) -> None:
+    def done(source: Future[Any]) -> None:
         if not mapped.set_running_or_notify_cancel():
             return
         try:
-            mapped.set_result(change(found.result()))
+            mapped.set_result(change(source.result()))
         except BaseException as error:
             mapped.set_exception(error)
 

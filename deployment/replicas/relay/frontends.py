@@ -63,7 +63,7 @@ class FrontendChanges:
             HardpointError: one cannot, or does not answer in time.
         """
         del plugins
-        number, asked = next(self._numbers), msgspec.to_builtins(change.asked)
+        number, request = next(self._numbers), msgspec.to_builtins(change.asked)
         taking_part = set(self._links())
 
         def send(action: Action, value: object = None) -> None:
@@ -71,10 +71,10 @@ class FrontendChanges:
 
         def keep() -> None:
             send("keep")
-            self._committed(Notice(REPLAY, asked), taking_part)
+            self._committed(Notice(REPLAY, request), taking_part)
 
         answers = self._answers[number] = {}
-        send("prepare", asked)
+        send("prepare", request)
         try:
             self._wait(answers, taking_part, change.config.plugins.change_seconds)
         except BaseException:

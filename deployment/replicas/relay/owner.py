@@ -121,7 +121,7 @@ class SharedEngines:
         )
 
     def connect(self, answer: Answer) -> Link:
-        """Return the link of a further frontend, whose client connects to `link.folder`.
+        """Return the link of a further frontend, with a client that connects to `link.folder`.
 
         Args:
             answer: answers its calls to the owner.
@@ -155,7 +155,7 @@ class SharedEngines:
         """
         with self._lock:
             if keep:
-                others = [one for one in self._history if one.topic != notice.topic]
+                others = [earlier for earlier in self._history if earlier.topic != notice.topic]
                 self._history = [*others, notice]
             for link in self._links.values():
                 if link is not but:
@@ -167,7 +167,7 @@ class SharedEngines:
         self._sink(error)
 
     def _receive(self, item: EngineCoreOutputs | Exception) -> None:
-        """Divide what the engines send; in their clients' threads, one at a time."""
+        """Divide the messages of the engines; in their clients' threads, one at a time."""
         if isinstance(item, Exception):
             self.fail(item)
             return
@@ -263,7 +263,7 @@ class Link:
             case Prepared():
                 self._add([message.request])
             case PreparedCall():
-                self._add([one.request for one in message.requests])
+                self._add([prepared.request for prepared in message.requests])
             case Abort():
                 message.is_handled = True
                 self._live.difference_update(message.request_ids)
@@ -309,8 +309,8 @@ class Link:
                     self._send_notices()
                 return None
             if method == CALL:
-                rank, name, *given = arguments
-                return self._group.call(name, *given, rank=rank)
+                rank, name, *call_arguments = arguments
+                return self._group.call(name, *call_arguments, rank=rank)
             return self._answer(method, arguments)
         args = call.args
         if call.method == "why_waiting" and args:

@@ -18,10 +18,10 @@ def check_address(address: str, setting: str, *, has_keys: bool) -> str:
     Raises:
         ConfigError: it is malformed, or needs keys.
     """
-    found = _ADDRESS.fullmatch(address)
-    if found is None or int(found[2]) > 65535:
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match[2]) > 65535:
         raise ConfigError(f"{setting}: expected tcp://HOST:PORT, got {shown(address)}")
-    if not has_keys and not is_loopback(found[1].strip("[]")):
+    if not has_keys and not is_loopback(match[1].strip("[]")):
         raise ConfigError(
             f"{setting}: {address} can be reached from other machines, which needs keys: make some "
             "with `hardpoint keys new`, or use an address of 127.0.0.1"
@@ -62,7 +62,7 @@ def _check_ray(config: EngineConfig, config_sources: ConfigSources) -> None:
     if parallel.keys is not None:
         raise _error(
             "keys",
-            "expected none with parallel.ray, whose engines get a key each when they are started, "
+            "expected none with parallel.ray: its engines get a key each when they are started, "
             f"got {shown(parallel.keys)}",
             config_sources,
         )

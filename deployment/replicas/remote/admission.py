@@ -37,7 +37,7 @@ _NOTICED_AFTER_S = 5.0  # besides the time without a heartbeat
 
 
 class Admission:
-    """The ranks that wait for an engine, and what an engine needs to take one."""
+    """The ranks that wait for an engine, and the conditions for an engine to take one."""
 
     def __init__(
         self, head: Hello, parallel: ParallelConfig, *, needs_equal_bits: bool = False
@@ -79,8 +79,8 @@ class Admission:
         except WireError as error:
             self.refused(str(error))
             return None, None
-        found = difference(self._head, hello)
-        return hello, None if found is None else self._refusal(found)
+        mismatch = difference(self._head, hello)
+        return hello, None if mismatch is None else self._refusal(mismatch)
 
     def choose(
         self, hello: Hello, taken: Mapping[int, str]
@@ -103,7 +103,9 @@ class Admission:
         if rank is None:
             rank = min(self._waiting, default=None)
         if rank is None or rank not in self._waiting:
-            places = "; ".join(f"{one} by {where}" for one, where in sorted(taken.items()))
+            places = "; ".join(
+                f"{taken_rank} by {where}" for taken_rank, where in sorted(taken.items())
+            )
             reason = f"no rank waits for an engine{f'; taken: {places}' if places else ''}"
             return None, JoinRefusal(reason=reason, retry_seconds=math.inf)
         if self._processor is None:
@@ -173,7 +175,7 @@ class Doorkeeper:
         del domain
         if key in self.names():
             return True
-        self._refused("a key that is not among those that may join")
+        self._refused("a key that is not among the keys that may join")
         return False
 
     def names(self) -> Mapping[bytes, str]:

@@ -20,6 +20,7 @@ from hardpoint.host.registry.model_files import find_files
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.process.protocol import PROTOCOL_VERSION
+from hardpoint.toolkit.processor import processor_facts, processor_flags
 
 from .messages import Hello
 
@@ -58,34 +59,32 @@ def processor(system: Path = Path("/proc")) -> str:
     Args:
         system: the folder of the system's facts.
     """
-    found = [platform.machine()]
-    with contextlib.suppress(OSError):
-        lines = (system / "cpuinfo").read_text(errors="replace").splitlines()
-        facts = {key.strip(): value for key, _, value in (one.partition(":") for one in lines)}
-        found.append(facts.get("vendor_id", facts.get("CPU implementer", "")).strip())
-        flags = facts.get("flags", facts.get("Features", "")).split()
-        found += sorted(filter(_VECTORS.fullmatch, flags))
+    facts = processor_facts(system)
+    properties = [platform.machine(), facts.get("vendor_id", facts.get("CPU implementer", ""))]
+    properties += sorted(filter(_VECTORS.fullmatch, processor_flags(facts)))
     for card in sorted(system.glob("driver/nvidia/gpus/*/information")):
         with contextlib.suppress(OSError):
-            found.append(card.read_text(errors="replace").partition("Model:")[2].split("\n")[0])
-    return " ".join(" ".join(found).split())
+            properties.append(
+                card.read_text(errors="replace").partition("Model:")[2].split("\n")[0]
+            )
+    return " ".join(" ".join(properties).split())
 
 
 def difference(head: Hello, engine: Hello) -> str | None:
     """Return the first difference between two sides that prevents working together."""
-    for what, mine, theirs in (
+    for name, mine, theirs in (
         ("version of hardpoint", head.hardpoint, engine.hardpoint),
         ("version of torch", head.torch, engine.torch),
         ("wire protocol", head.wire, engine.wire),
     ):
         if mine != theirs:
-            return f"{what}: the head {head.host} has {mine}, the engine on {engine.host} {theirs}"
+            return f"{name}: the head {head.host} has {mine}, the engine on {engine.host} {theirs}"
     for kind in sorted(head.contracts.keys() | engine.contracts.keys()):
-        own, other = head.contracts.get(kind), engine.contracts.get(kind)
-        if own != other:
+        wanted, version = head.contracts.get(kind), engine.contracts.get(kind)
+        if wanted != version:
             return (
-                f"contract of {kind}: the head {head.host} has version {own}, the engine on "
-                f"{engine.host} {other}"
+                f"contract of {kind}: the head {head.host} has version {wanted}, the engine on "
+                f"{engine.host} {version}"
             )
     if head.fingerprint != engine.fingerprint:
         return (
@@ -96,20 +95,20 @@ def difference(head: Hello, engine: Hello) -> str | None:
     return None
 
 
-def check_manifest(theirs: Manifest, own: Manifest, head: str) -> None:
-    """Check that each plugin of another program is one that this one has enabled itself.
+def check_manifest(theirs: Manifest, manifest: Manifest, head: str) -> None:
+    """Check that this program itself has enabled each plugin of another program.
 
     Or one that comes with Hardpoint, of which versions are the same, without options.
 
     Args:
         theirs: the other program's.
-        own: what is installed and enabled here.
+        manifest: what is installed and enabled here.
         head: names the other program in messages.
 
     Raises:
         PluginLoadError: one is not, or with another version or other options.
     """
-    known = {entry.key: _compared(entry) for entry in own.tree()}
+    known = {entry.key: _compared(entry) for entry in manifest.tree()}
     built_in = {(f.kind, f.name, f.value) for f in discover() if f.builtin}
     here = socket.gethostname()
     for entry in theirs.tree():

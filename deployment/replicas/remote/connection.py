@@ -36,7 +36,7 @@ class HandshakeError(ConfigError):
 
 
 class HeadConnection:
-    """A DEALER that is connected once: what is cut is not restored.
+    """A DEALER that is connected once: a cut connection is not restored.
 
     Attributes:
         socket: to be read and written, once `wait` returned True.
@@ -97,7 +97,7 @@ class HeadConnection:
         return self._read_event() == zmq.EVENT_DISCONNECTED
 
     def close(self) -> None:
-        """Close it; what is not sent is lost."""
+        """Close it; unsent messages are lost."""
         self.socket.disable_monitor()
         self.events.close(0)
         self.socket.close(0)
@@ -122,8 +122,8 @@ class HeadConnection:
         is_long = now - self._failing_since >= _FAILING_S
         if is_last or (self._num_failures >= _MOST_FAILURES and is_long):
             raise HandshakeError(
-                f"--keys: what is at {self._address} does not agree on security: either side has "
-                "keys and the other has none, or server.key is not that of this head",
+                f"--keys: the program at {self._address} does not agree on security: either side "
+                "has keys and the other has none, or server.key is not the key of this head",
                 is_key_refused=False,
             )
         return event

@@ -1,4 +1,4 @@
-"""Connections of engines: those that fail, and bytes sent since the last whole message.
+"""Monitoring of engines' connections: failures, and bytes sent since the last whole message.
 
 libzmq keeps the frames of a message until its last one has come, without a limit. A connection
 that sends too much before that is cut.
@@ -66,7 +66,7 @@ class ConnectionWatch:
         self.events: zmq.Socket[bytes] = router.get_monitor_socket(_EVENTS)
 
     def read_events(self) -> None:
-        """Read what has happened to connections."""
+        """Read the events of connections."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_MOST_AT_ONCE):
                 message = recv_monitor_message(self.events, zmq.NOBLOCK)
@@ -85,7 +85,7 @@ class ConnectionWatch:
             connection.has_message, connection.has_session = True, has_session
 
     def cut_flooding(self, now: float) -> None:
-        """Cut the connections whose message is too large, if it is time to look."""
+        """Cut the connections with too large a message, if it is time to look."""
         if now < self._next_check:
             return
         self._next_check = now + INTERVAL_S

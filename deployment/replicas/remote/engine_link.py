@@ -51,7 +51,7 @@ _SEND_HWM = 256
 
 
 def launch_of(
-    welcome: Welcome, own: EngineConfig, address: str, folder: Path, num_sharing: int = 1
+    welcome: Welcome, local_config: EngineConfig, address: str, folder: Path, num_sharing: int = 1
 ) -> Launch:
     """Return the launch of the engine that a head asks for.
 
@@ -64,12 +64,12 @@ def launch_of(
     replace = msgspec.structs.replace
     config = replace(
         theirs,
-        model=own.model,
-        device=own.device,
-        executor=replace(theirs.executor, threads=own.executor.threads),
-        engine=replace(theirs.engine, profile_dir=own.engine.profile_dir),
-        tokenizer=own.tokenizer,
-        weight_cache=own.weight_cache,
+        model=local_config.model,
+        device=local_config.device,
+        executor=replace(theirs.executor, threads=local_config.executor.threads),
+        engine=replace(theirs.engine, profile_dir=local_config.engine.profile_dir),
+        tokenizer=local_config.tokenizer,
+        weight_cache=local_config.weight_cache,
         parallel=replace(
             theirs.parallel,
             data=1,
@@ -129,11 +129,11 @@ class EngineLink:
         self._calls: Decoder[UtilityCall] = Decoder(UtilityCall)
         self.why_over, self.was_stopped = "", False
 
-    def run(self, own: EngineConfig, manifest: Manifest | None, head: str, stop: int) -> None:
+    def run(self, config: EngineConfig, manifest: Manifest | None, head: str, stop: int) -> None:
         """Start the engine and serve until it, or the head, is gone, or `stop` is readable.
 
         Args:
-            own: the configuration of this machine.
+            config: the configuration of this machine.
             manifest: the plugins that are enabled here; others are refused. None refuses none.
             head: names the head in messages.
             stop: a descriptor; then the head is asked to let the engine go, which ends once the
@@ -152,7 +152,7 @@ class EngineLink:
             undo.callback(self._output.close, 0)
             addresses = EngineAddresses(inputs=[input_address], outputs=[output_address])
             address = msgspec.json.encode(addresses).decode()
-            launch = launch_of(self._welcome, own, address, folder, self._num_sharing)
+            launch = launch_of(self._welcome, config, address, folder, self._num_sharing)
             theirs = msgspec.convert(self._welcome.config, EngineConfig)
             self._drain_seconds = theirs.engine.drain_seconds
             activity = Activity.create(folder)
@@ -216,7 +216,9 @@ class EngineLink:
             self._over("the connection was cut")
         if stop in ready:
             self._stop(stop)
-        if self._ending_since is not None or any(one in ready for one in self._process.sentinels):
+        if self._ending_since is not None or any(
+            sentinel in ready for sentinel in self._process.sentinels
+        ):
             self._end_process()
 
     # From the head
@@ -258,8 +260,8 @@ class EngineLink:
         if call.method != "live_change" or call.args[1:] in ([], [None]):
             return True
         try:
-            found = msgspec.convert(call.args[1]["manifest"], Manifest)
-            check_manifest(found, self._manifest, self._head)
+            manifest = msgspec.convert(call.args[1]["manifest"], Manifest)
+            check_manifest(manifest, self._manifest, self._head)
         except (HardpointError, msgspec.ValidationError, LookupError, TypeError) as error:
             refused = UtilityOutput.failed(call.call_id, str(error), error_kind_of(error))
             self._send_data([zmq.Frame(bytes(frame)) for frame in self._encoder.encode(refused)])

@@ -172,7 +172,7 @@ class JoinedHost:
             self._changed.notify_all()
 
     def record(self, packed: bytes) -> None:
-        """Keep what the engine does where its client reads it.
+        """Keep the engine's activity for its client to read.
 
         Raises:
             ValueError: it is malformed.

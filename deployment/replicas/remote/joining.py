@@ -164,7 +164,7 @@ class Joining:
         return not link.was_stopped
 
     def _join(self, connection: HeadConnection) -> tuple[bytes, Welcome] | None:
-        """Say hello; return the session and what the head asks for, None to try again.
+        """Say hello; return the session and the head's request, None to try again.
 
         Raises:
             HardpointError: the head refuses, or asks for what is not enabled here.

@@ -222,7 +222,7 @@ class JoinListener:
                         )
 
     def _session_of(self, host: JoinedHost) -> EngineSession | None:
-        return next((one for one in self._sessions.values() if one.host is host), None)
+        return next((session for session in self._sessions.values() if session.host is host), None)
 
     # Messages of engines
 
@@ -239,14 +239,14 @@ class JoinListener:
                     self._reply(routing, MessageKind.GONE, frames[2].bytes)
             return
         if len(frames) < 3 or frames[2].bytes != session.id:
-            self._lose(session, "sent a message that is none")
+            self._lose(session, "sent a malformed message")
             return
         session.received_at = time.monotonic()
         try:
             session.count()
             self._handle(session, kind, frames[3:])
         except (WireError, ValueError) as error:
-            self._lose(session, f"sent a message that is none: {error}")
+            self._lose(session, f"sent a malformed message: {error}")
 
     def _handle(self, session: EngineSession, kind: MessageKind | None, frames: Frames) -> None:
         """Handle a message of a session.
@@ -311,7 +311,9 @@ class JoinListener:
                 if session.id == hello.former and session.key == key:
                     self._lose(session, "has lost its connection, and joins again")
             self._obey()
-        taken = {one.host.rank: one.where for one in self._sessions.values()}
+        taken = {
+            open_session.host.rank: open_session.where for open_session in self._sessions.values()
+        }
         host = None
         if hello is not None and refusal is None:
             host, refusal = self._admission.choose(hello, taken)
@@ -374,7 +376,7 @@ class JoinListener:
     # Sessions
 
     def _beat(self, now: float) -> None:
-        """Send each engine a beat; end the sessions of those that are not."""
+        """Send each engine a heartbeat; end the sessions of engines that send none."""
         names = None if self._door is None else self._door.names()
         for session in list(self._sessions.values()):
             if names is not None and session.key not in names:
@@ -419,7 +421,7 @@ def _ignore(rank: int) -> None:
 
 
 class JoinedHosts:
-    """Has the engines of the lowest ranks run on this machine; those of the others join.
+    """Runs the engines of the lowest ranks on this machine; the other engines join.
 
     Attributes:
         join_address: address where they join, with the port that the system chose.
@@ -475,7 +477,7 @@ class JoinedHosts:
             ) from None
 
     def open(self, rank: int, interpreter: Interpreter) -> EngineHost:
-        """Return the host of a local engine, or the place of one that is to join."""
+        """Return the host of a local engine, or the place of an engine that is to join."""
         if rank < self._parallel.num_local:
             return self._local.open(rank, interpreter)
         return self.place(rank)

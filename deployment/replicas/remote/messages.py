@@ -196,7 +196,7 @@ def kind_of(frame: bytes) -> MessageKind | None:
 
 
 class Window:
-    """Counts the data messages of one direction, of which only some may be under way.
+    """Flow control of the data messages of one direction: a limited number is in flight.
 
     So neither side keeps more than that for the other one, and what is full at one end is full at
     the other.
@@ -212,7 +212,7 @@ class Window:
         return self.sent - self.acknowledged >= WINDOW
 
     def acknowledge(self, passed_on: int) -> bool:
-        """Note what the other side has passed on; return whether that can be."""
+        """Note how many messages the other side has passed on; return whether that can be."""
         if not self.acknowledged <= passed_on <= self.sent:
             return False
         self.acknowledged = passed_on
@@ -224,7 +224,7 @@ class Window:
         return self.received - self.passed_on <= 2 * WINDOW
 
     def is_acknowledgement_due(self) -> bool:
-        """Return whether to report now what was passed on, and note that."""
+        """Return whether to report the passed messages now, and note that."""
         if self.passed_on - self._reported < ACKNOWLEDGE_AFTER:
             return False
         self._reported = self.passed_on

@@ -14,5 +14,5 @@ def readable(sources: Iterable[Source], seconds: float) -> set[Source]:
     poller = zmq.Poller()
     for source in sources:
         poller.register(source, zmq.POLLIN)
-    found = poller.poll(int(max(seconds, 0.0) * 1000) + 1)
-    return {source for source, _ in found}
+    events = poller.poll(int(max(seconds, 0.0) * 1000) + 1)
+    return {source for source, _ in events}

@@ -27,7 +27,7 @@ _MOST_PER_SECOND, _MOST_AT_ONCE = 5000, 10_000
 
 
 def check_ready(frame: bytes, config: Mapping[str, Any]) -> None:
-    """Check the first message of an engine, whose sizes other engines get, too.
+    """Check the first message of an engine: other engines get its sizes, too.
 
     Args:
         frame: the message.

@@ -24,7 +24,7 @@ COORDINATED_BY = 0
 
 
 class WaveCore(EngineCore):
-    """An engine core whose steps need those of others, which have experts of its model.
+    """An engine core in lock step with other engines, which have experts of its model.
 
     While a wave runs, every engine steps; one without work runs the model on a token that no
     request has. Every 32nd step they agree whether any has work, or waits for a pause; if none has,
@@ -112,8 +112,8 @@ class WaveCore(EngineCore):
         return {COORDINATED_BY: EngineCoreOutputs(start_wave=self._wave)} if is_first else {}
 
     def _agree_to_end(self) -> bool:
-        own = [super().has_requests(), self._pause.is_pending]
-        counts = self._engines.all_reduce(torch.tensor(own, dtype=torch.float32))
+        flags = [super().has_requests(), self._pause.is_pending]
+        counts = self._engines.all_reduce(torch.tensor(flags, dtype=torch.float32))
         num_working, num_pausing = counts.tolist()
         return not num_working and num_pausing in (0, self._engines.size)
 

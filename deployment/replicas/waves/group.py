@@ -34,7 +34,7 @@ _OF_ALL = frozenset({"pause", "resume", "sleep", "wake_up"})
 
 
 class WaveGroup(ReplicaSet):
-    """Engines of one model whose experts are spread over them.
+    """Engines of one model with expert parallelism.
 
     They step in waves, see `core.WaveCore`. If one dies, all end, and are started again together.
     """
@@ -50,7 +50,7 @@ class WaveGroup(ReplicaSet):
         self.scale, self.retire = scaling.scale, scaling.retire
 
     def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
-        """Take what an engine sends; let the others join a wave that it has started."""
+        """Take the messages of an engine; let the others join a wave that it has started."""
         if isinstance(item, Exception):
             if follows_another(item):  # whose death shows which requests are suspects
                 wait = threading.Timer(_FIRST_DEATH_S, self._lost_later, (replica, item))

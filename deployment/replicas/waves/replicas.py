@@ -46,10 +46,10 @@ class WaveProcess(EngineProcess):
 
 
 class WaveHosts(LocalHosts):
-    """Runs each engine in a process that steps together with those of the others."""
+    """Runs each engine in a process that steps together with the other engines."""
 
     def open(self, rank: int, interpreter: Interpreter) -> EngineHost:  # noqa: ARG002
-        """Spawn a process; one that was spawned before steps alone, and ends."""
+        """Spawn a process; an earlier one steps alone, and ends."""
         self.close()
         return WaveProcess.spawn(interpreter)
 
@@ -98,11 +98,11 @@ class WaveReplicas(Replicas):
             self.coordinator.completed(complete)
         if start is None or not self.coordinator.started(start):
             return []
-        return [one for one in self._replicas.values() if one is not replica]
+        return [other for other in self._replicas.values() if other is not replica]
 
     def ending_with(self, replica: Replica) -> list[Replica]:
-        """Return all engines, as those that wait for a dead one do not go on."""
-        return [replica, *(one for one in self._replicas.values() if one is not replica)]
+        """Return all engines: while they wait for a dead one, none goes on."""
+        return [replica, *(other for other in self._replicas.values() if other is not replica)]
 
     def reopen(self, replicas: Sequence[Replica]) -> None:
         """Start all engines at the same time, and let them serve.
@@ -147,7 +147,10 @@ class WaveReplicas(Replicas):
             replica.failure = None
         try:
             with ThreadPoolExecutor(count) as pool:
-                opening = {pool.submit(self._started, start, one, count): one for one in replicas}
+                opening = {
+                    pool.submit(self._started, start, replica_to_open, count): replica_to_open
+                    for replica_to_open in replicas
+                }
                 error = _until_over(opening, check)
                 while error is not None and wait(opening, _POLL_S).not_done:
                     self._end_starting(replicas)  # they would wait for the one that failed
@@ -155,13 +158,18 @@ class WaveReplicas(Replicas):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if error is None:
-            return Started({one: opened.result() for opened, one in opening.items()}, arrivals)
+            return Started(
+                {replica_to_open: opened.result() for opened, replica_to_open in opening.items()},
+                arrivals,
+            )
         _close([opened.result() for opened in opening if opened.exception() is None])
         raise error
 
     def _end_starting(self, replicas: Sequence[Replica]) -> None:
         with self._changed:
-            starting = [host for one in replicas if (host := self._starting.get(one)) is not None]
+            starting = [
+                host for replica in replicas if (host := self._starting.get(replica)) is not None
+            ]
         for process in starting:
             process.close(0)
 
@@ -184,7 +192,7 @@ class WaveReplicas(Replicas):
         self._refresh()
 
     def take_over(self, started: Started, start: EngineStart) -> list[Replica]:
-        """Let engines serve in the place of all that there are; return those, which serve no more.
+        """Replace all present engines by new ones; return the old ones, which serve no more.
 
         Args:
             started: engines that have started together.
@@ -232,7 +240,7 @@ def _until_over(
             check()
         except HardpointError as error:
             return error
-        is_over = not missing or any(one.exception() for one in done)
+        is_over = not missing or any(future.exception() for future in done)
     if (failed := _first_failed(opening)) is None:
         return None
     cause = failed.exception()
@@ -244,8 +252,10 @@ def _until_over(
 def _first_failed(opening: Collection[Future[ReplicaClient]]) -> Future[ReplicaClient] | None:
     deadline = time.monotonic() + _SETTLE_S
     while True:
-        failed = {one: error for one in opening if one.done() and (error := one.exception())}
-        causes = [one for one, error in failed.items() if not follows_another(error)]
+        failed = {
+            future: error for future in opening if future.done() and (error := future.exception())
+        }
+        causes = [future for future, error in failed.items() if not follows_another(error)]
         if causes or not failed or time.monotonic() > deadline:
             return next(iter([*causes, *failed]), None)
         time.sleep(_POLL_S)

@@ -20,7 +20,7 @@ from .replicas import WaveReplicas, closed_unless_used
 
 
 class WaveScaling(Scaling):
-    """Starts as many engines as are asked for, which take the place of those that there are.
+    """Replaces all engines by the requested number of new ones.
 
     The experts are divided again, so no engine stays as it is. The engines serve while the others
     start; then they pause by agreement, and their requests go on at the others with the same
@@ -37,14 +37,14 @@ class WaveScaling(Scaling):
             HardpointError: the engines do not serve, or do not pause, or others cannot be started.
         """
         ranks = self._replicas.ranks
-        kept = len(ranks) - len(retired)
-        if set(retired) != set(ranks[kept:]):
+        num_staying = len(ranks) - len(retired)
+        if set(retired) != set(ranks[num_staying:]):
             raise RequestError(
                 f"retire: expected the highest of the ranks {', '.join(map(str, ranks))}, since "
                 "engines that share experts (parallel.expert) have numbers without gaps, got "
                 f"{shown(list(retired))}"
             )
-        while not self._try(kept + num_added):
+        while not self._try(num_staying + num_added):
             pass  # settings were changed during the start
 
     def _try(self, count: int) -> bool:
@@ -79,19 +79,21 @@ class WaveScaling(Scaling):
         with self._changed:
             if self._replicas.is_closed:
                 raise EngineClosedError("the engine was closed while it was scaled")
-            if not all(self._replicas.is_current(one) and one.is_serving for one in before):
+            if not all(
+                self._replicas.is_current(replica) and replica.is_serving for replica in before
+            ):
                 raise HardpointError(
                     "scale: expected engines that serve; one has died, so try again later"
                 )
-            if any(one.is_paused for one in before):
+            if any(replica.is_paused for replica in before):
                 raise HardpointError(
-                    "scale: expected engines that are neither paused nor asleep, since those that "
-                    "share experts (parallel.expert) are replaced by others, which are not"
+                    "scale: expected engines that are neither paused nor asleep, because engines "
+                    "that share experts (parallel.expert) are replaced by others, which are not"
                 )
 
     @contextlib.contextmanager
     def _paused(self, replicas: Sequence[Replica]) -> Iterator[None]:
-        """Pause engines by agreement; those that serve afterwards are resumed.
+        """Pause engines by agreement; resume the ones that serve afterwards.
 
         Raises:
             EngineTimeoutError: they do not agree in time.
@@ -99,7 +101,7 @@ class WaveScaling(Scaling):
         """
         limit_s = self._replicas.start.config.engine.call_timeout_seconds
         try:
-            calls = [one.open_client.call("pause", "keep", False) for one in replicas]
+            calls = [replica.open_client.call("pause", "keep", False) for replica in replicas]
             ended = wait(calls, limit_s, FIRST_EXCEPTION)
             for call in ended.done:
                 call.result()
@@ -110,16 +112,16 @@ class WaveScaling(Scaling):
                 )
             yield
         finally:
-            for one in replicas:
-                if one.is_serving and not one.is_paused:
+            for replica in replicas:
+                if replica.is_serving and not replica.is_paused:
                     with contextlib.suppress(HardpointError):
-                        one.open_client.call("resume")
+                        replica.open_client.call("resume")
 
 
 def _start_of(begun: EngineStart, count: int, before: Sequence[Replica]) -> EngineStart:
-    """Return the parameters of `count` engines, with caches of the size of those before."""
+    """Return the parameters of `count` engines, with caches as large as before."""
     config = begun.config
-    num_blocks = min(one.open_client.ready.num_gpu_blocks for one in before)
+    num_blocks = min(replica.open_client.ready.num_gpu_blocks for replica in before)
     return dataclasses.replace(
         begun,
         config=msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Conversations stay at the engine of their name; only those of an engine that goes move."""
+"""Conversations stay at their engine; only the conversations of a leaving engine move."""
 
 from acme_affinity import Affinity
 
@@ -13,8 +13,8 @@ class TestAffinity(LoadBalancerSuite):
 
 
 def balancer(**options):
-    given = Affinity.Options(**options)
-    return Affinity(BalancerContext(name="it", options=given, num_engines=4, clock=None))
+    typed_options = Affinity.Options(**options)
+    return Affinity(BalancerContext(name="it", options=typed_options, num_engines=4, clock=None))
 
 
 def chosen(engines, names, **options):

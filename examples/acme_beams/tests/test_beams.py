@@ -37,10 +37,10 @@ def test_beams_need_a_limit_and_no_request_is_left(tmp_path: Path):
                 await beam_search(llm, [1, 2], SamplingParams(max_tokens=None), BeamSearch())
             params = SamplingParams(max_tokens=5, ignore_eos=True)
             search = BeamSearch(num_beams=3)
-            found = await beam_search(llm, [1, 2], params, search)
+            outputs = await beam_search(llm, [1, 2], params, search)
             again = await beam_search(llm, [1, 2], params, search)
-            assert [beam.token_ids for beam in found] == [beam.token_ids for beam in again]
+            assert [beam.token_ids for beam in outputs] == [beam.token_ids for beam in again]
             stats = await llm.engines.scheduler_stats()
-            assert (len(found), stats.num_waiting) == (3, 0)
+            assert (len(outputs), stats.num_waiting) == (3, 0)
 
     asyncio.run(search())

@@ -53,22 +53,22 @@ SCAN = [document(number) for number in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept"),
+    ("policy", "num_blocks"),
     [(Oldest, 0), (LeastFrequentlyUsed, 4), (AdaptiveReplacement, 4), (TwoQueues, 0)],
 )
-def test_a_prompt_that_was_used_often_survives_a_scan(policy, kept):
+def test_a_prompt_that_was_used_often_survives_a_scan(policy, num_blocks):
     popular = [ask(number) for number in range(5)]
-    assert found(policy, [*popular, *SCAN], ask(9)) == kept
+    assert found(policy, [*popular, *SCAN], ask(9)) == num_blocks
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept", "options"), [(Oldest, 0, {}), (TwoQueues, 4, {"remembered": 1.0})]
+    ("policy", "expected", "options"), [(Oldest, 0, {}), (TwoQueues, 4, {"remembered": 1.0})]
 )
-def test_2q_keeps_what_came_back_after_it_was_evicted(policy, kept, options):
+def test_2q_keeps_what_came_back_after_it_was_evicted(policy, expected, options):
     between = [document(number) for number in range(50, 54)]
     came_back = [ask(1), *between, ask(2)]
     assert found(policy, came_back, ask(3), num_blocks=32, **options) == 4
-    assert found(policy, [*came_back, *SCAN], ask(9), num_blocks=32, **options) == kept
+    assert found(policy, [*came_back, *SCAN], ask(9), num_blocks=32, **options) == expected
 
 
 def test_a_prompt_that_was_popular_once_makes_room():

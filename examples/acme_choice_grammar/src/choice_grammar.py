@@ -38,7 +38,9 @@ class ChoiceGrammar(GrammarBackend):
 
     def compile(self, structured: StructuredOutputs) -> GrammarState:
         if structured.choice is None:
-            raise ValueError(f"{structured.format}: expected choice, the one that it compiles")
+            raise ValueError(
+                f"{structured.format}: expected choice, the only format that it compiles"
+            )
         return Choices(self, [[text.encode() for text in structured.choice]])
 
 

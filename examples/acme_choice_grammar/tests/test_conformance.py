@@ -1,4 +1,4 @@
-"""The backend allows what its grammars allow: the conformance kit checks it."""
+"""The backend allows exactly the texts of its grammars: the conformance kit checks it."""
 
 from choice_grammar import ChoiceGrammar
 

@@ -1,4 +1,4 @@
-"""The counts are those of the calls of a rank."""
+"""The counts equal the calls of a rank."""
 
 import logging
 

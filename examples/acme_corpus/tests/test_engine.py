@@ -52,5 +52,7 @@ def test_what_cannot_be_read_is_refused(folder, monkeypatch, message, options):
 def test_the_tokenizer_of_another_model_is_refused(folder, tmp_path):
     other = write_scripted_model(tmp_path / "other", special_tokens=["<extra>"])
     (tmp_path / "terms" / "more.txt").write_text("<extra>")
-    with pytest.raises(ConfigError, match="tokenizer: expected that of the model, with ids up to"):
+    with pytest.raises(
+        ConfigError, match="tokenizer: expected the model's tokenizer, with ids up to"
+    ):
         LLM(config=config(folder, tokenizer=str(other / "tokenizer.json")))

@@ -25,11 +25,11 @@ def test_what_follows_the_longest_end_is_found(seed):
         ends = {(t, p): common(texts[t], p, newest[-6:]) for t, p in places}
         best = max(ends.values(), default=0)
         shortest = rng.randrange(1, 4)
-        found = index.after(newest, shortest, 5)
+        following = index.after(newest, shortest, 5)
         if best < shortest:
-            assert found == []
+            assert following == []
         else:
-            assert found in [texts[t][p : p + 5] for (t, p), end in ends.items() if end == best]
+            assert following in [texts[t][p : p + 5] for (t, p), end in ends.items() if end == best]
 
 
 def test_nothing_is_found_without_texts():

@@ -1,4 +1,4 @@
-"""With a model of several layers, what is loaded gives the same tokens."""
+"""With a model of several layers, loaded blocks give the same tokens."""
 
 import json
 import time

@@ -64,18 +64,18 @@ def test_ranks_that_share_a_model_give_the_same_tokens(path):
 
 @pytest.mark.parametrize("use", SCHEMES)
 def test_it_runs_in_bfloat16(path, use):
-    found = tokens(path, quantization={"use": use}, dtype="bfloat16")
-    assert [len(ids) for ids in found] == [8] * len(PROMPTS)
+    outputs = tokens(path, quantization={"use": use}, dtype="bfloat16")
+    assert [len(ids) for ids in outputs] == [8] * len(PROMPTS)
 
 
 def test_weights_that_are_not_kept_are_logged(path, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    kept = {"path": str(tmp_path)}
-    first = tokens(path, quantization={"use": "nf4"}, weight_cache=kept)
-    assert "matrices of few bits: 15 in nf4" in caplog.text
-    assert tokens(path, quantization={"use": "nf4"}, weight_cache=kept) == first
+    cache = {"path": str(tmp_path)}
+    first = tokens(path, quantization={"use": "nf4"}, weight_cache=cache)
+    assert "quantized weights: 15 in nf4" in caplog.text
+    assert tokens(path, quantization={"use": "nf4"}, weight_cache=cache) == first
     assert "packed weights: mapped" in caplog.text
-    tokens(path, quantization={"use": "ternary"}, weight_cache=kept)
+    tokens(path, quantization={"use": "ternary"}, weight_cache=cache)
     message = "15 in ternary, not kept in the weight cache, for they multiply themselves"
     assert message in caplog.text
     assert len(list(tmp_path.glob("*.weights"))) == 1
@@ -98,7 +98,7 @@ def test_options_are_checked(path):
 
 def test_what_is_skipped_keeps_its_numbers(path):
     everything = {"use": "nf4", "skip": ["model.layers.*", "model.embed_tokens.weight"]}
-    with pytest.raises(ConfigError, match="has no weights to quantise"):
+    with pytest.raises(ConfigError, match="has no weights to quantize"):
         tokens(path, quantization=everything)
     without = {"use": "nf4", "skip": ["model.layers.1.*"]}
     assert tokens(path, quantization=without) != tokens(path)

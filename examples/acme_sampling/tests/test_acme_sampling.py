@@ -16,11 +16,11 @@ def top_a(logits, a):
     return processor.apply(logits, Rows(processor, request_of(processor, a=a)))
 
 
-@pytest.mark.parametrize(("a", "kept"), [(0.1, 4), (0.5, 3), (1.0, 2)])
-def test_keeps_what_reaches_a_times_the_square(a, kept):
+@pytest.mark.parametrize(("a", "num_tokens"), [(0.1, 4), (0.5, 3), (1.0, 2)])
+def test_keeps_what_reaches_a_times_the_square(a, num_tokens):
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])  # limits 0.025, 0.125, 0.25
     result = top_a(probs.log(), a)
-    assert (result > -torch.inf).sum() == kept
+    assert (result > -torch.inf).sum() == num_tokens
 
 
 def test_the_likeliest_token_stays():

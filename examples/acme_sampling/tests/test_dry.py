@@ -62,27 +62,27 @@ def test_only_the_range_is_looked_at():
 
 def test_the_penalty_of_a_long_repetition_stays_a_number():
     it = dry()
-    (found,) = penalties(it, request_of(it, [5] * 500, multiplier=100, base=4))
-    assert found == {5: 100 * 4.0**48}
+    (penalty,) = penalties(it, request_of(it, [5] * 500, multiplier=100, base=4))
+    assert penalty == {5: 100 * 4.0**48}
 
 
-def naive(tokens, asked):
+def naive(tokens, arguments):
     """The original's way: from every place where the newest token stood, go back."""
-    if asked.range:
-        tokens = tokens[-asked.range :]
+    if arguments.range:
+        tokens = tokens[-arguments.range :]
     lengths = {}
     for at in range(len(tokens) - 1):
         length = 0
         while length < min(50, at + 1) and tokens[at - length] == tokens[-1 - length]:
-            if tokens[at - length] in asked.breaker_ids:
+            if tokens[at - length] in arguments.breaker_ids:
                 break
             length += 1
-        if length and tokens[at + 1] not in asked.breaker_ids:
+        if length and tokens[at + 1] not in arguments.breaker_ids:
             lengths[tokens[at + 1]] = max(lengths.get(tokens[at + 1], 0), length)
     return {
-        token: asked.multiplier * asked.base ** (length - asked.allowed_length)
+        token: arguments.multiplier * arguments.base ** (length - arguments.allowed_length)
         for token, length in lengths.items()
-        if length >= asked.allowed_length
+        if length >= arguments.allowed_length
     }
 
 
@@ -90,22 +90,24 @@ def test_agrees_with_going_back_from_everywhere():
     it = dry()
     chance = random.Random(0)
     for _ in range(150):
-        asked = {
+        arguments = {
             "allowed_length": chance.randint(1, 3),
             "range": chance.choice([0, 0, 5, 20]),
             "breaker_ids": chance.choice([[], [0], [0, 1]]),
         }
         tokens = chance.choices(range(chance.randint(1, 4)), k=chance.randint(1, 130))
         split = chance.randint(0, len(tokens))
-        begun = request_of(it, tokens[:split], **asked)
+        begun = request_of(it, tokens[:split], **arguments)
         rows = Rows(it, begun)
         for token in tokens[split:]:
             begun.state["dry"] = it.advance(begun.state["dry"], token)
         edits = it.edits(rows)
-        found = dict(zip(edits.token, edits.value, strict=True)) if edits else {}
+        penalties_by_token = dict(zip(edits.token, edits.value, strict=True)) if edits else {}
         wanted = naive(tokens, begun.arguments["dry"])
-        assert {token: -value for token, value in found.items()} == pytest.approx(wanted)
-        again = request_of(it, tokens[:split], tokens[split:], **asked)
+        assert {token: -value for token, value in penalties_by_token.items()} == pytest.approx(
+            wanted
+        )
+        again = request_of(it, tokens[:split], tokens[split:], **arguments)
         assert penalties(it, again) == [pytest.approx(wanted)]
 
 
@@ -125,8 +127,8 @@ def test_a_fork_leaves_the_state_alone():
 
 
 def test_breakers_are_spelt_as_inside_a_text():
-    asked = Dry.Arguments(sequence_breakers=("\n", "ab"), breaker_ids=[7])
-    prepared = prepare(Dry, asked, tokenizer=Letters())
+    arguments = Dry.Arguments(sequence_breakers=("\n", "ab"), breaker_ids=[7])
+    prepared = prepare(Dry, arguments, tokenizer=Letters())
     assert (prepared.sequence_breakers, prepared.breaker_ids) == ((), [7, 10, 98])
 
 

@@ -1,4 +1,4 @@
-"""The package's own tests: what the plugin adds, asked over HTTP."""
+"""The package's own tests: the routes that the plugin adds, asked over HTTP."""
 
 import asyncio
 

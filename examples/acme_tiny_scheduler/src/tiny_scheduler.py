@@ -65,7 +65,7 @@ class TinyScheduler(Scheduler):
         self.finished_ids = {}  # ids finished since the last outputs, by client
 
     def add_request(self, request):
-        """Add a request whose maximum length fits."""
+        """Add a request if its maximum length fits."""
         if request.params.repetition_detection is not None:
             raise RequestError(f"repetition_detection: {self.name!r} does not support it")
         live = Request(request, order=self.steps)
@@ -84,7 +84,7 @@ class TinyScheduler(Scheduler):
         self._record_event(live, EngineCoreEventType.QUEUED)
 
     def schedule(self):
-        """Schedule tokens in order of arrival; one that cannot be admitted blocks later ones."""
+        """Schedule tokens in order of arrival; an inadmissible request blocks later ones."""
         now, budget = self.context.clock(), self.limits.max_num_batched_tokens
         expired = [r for r in self.live.values() if r.deadline is not None and r.deadline <= now]
         self.outputs += [self._finish(request, FinishReason.TIMEOUT) for request in expired]

@@ -95,9 +95,9 @@ class OneToken:
         for row, (target, output_ids) in self.requests.items():
             # The target changes with the output's length: a list that is not live shows.
             token = (target + len(output_ids)) % self.vocab_size
-            kept = logits[row, token].clone()
+            logit = logits[row, token].clone()
             logits[row] = -torch.inf
-            logits[row, token] = kept
+            logits[row, token] = logit
         return logits
 
 
@@ -237,9 +237,9 @@ class SlotToken:
             assert self.states.all_token_ids.gpu[slot, length - 1] == ctx.input_ids[row]
             outputs = length - self.states.prompt_len.np[slot]
             token = (self.staged[slot] + outputs) % self.vocab_size
-            kept = logits[row, token].clone()
+            logit = logits[row, token].clone()
             logits[row] = -torch.inf
-            logits[row, token] = kept
+            logits[row, token] = logit
         return logits
 
 
@@ -258,7 +258,7 @@ class Echo:
 
 
 class OldSlots(SlotToken):
-    """Broken: keeps what the last request of a slot had."""
+    """Broken: keeps the state of the last request of a slot."""
 
     def add_request(self, req_idx, sampling_params):
         if self.targets[req_idx] < 0:
@@ -411,12 +411,12 @@ PRODUCTS = {
 
 
 def odd(params):
-    """Makes what its request names."""
+    """Return the object that the request names."""
     return PRODUCTS[params.extra_args["what"]]
 
 
 def lengths(params):
-    """Reads what only vLLM's parameters have."""
+    """Read fields that only vLLM's parameters have."""
     stop_ids = params.all_stop_token_ids
     assert params.stop == []
     assert params.max_tokens == 4

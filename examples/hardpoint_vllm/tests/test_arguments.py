@@ -33,21 +33,25 @@ TRANSLATED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "expected"), TRANSLATED.values(), ids=TRANSLATED)
-def test_arguments_become_keys(given, expected):
-    assert translate(given).values == expected
+@pytest.mark.parametrize(("arguments", "expected"), TRANSLATED.values(), ids=TRANSLATED)
+def test_arguments_become_keys(arguments, expected):
+    assert translate(arguments).values == expected
 
 
 def test_what_changes_no_result_is_noted():
-    given = {"compilation_config": CompilationConfig(mode=3), "swap_space": 4, "kernel_config": {}}
-    assert [note.partition("=")[0] for note in translate(given).notes] == [
+    arguments = {
+        "compilation_config": CompilationConfig(mode=3),
+        "swap_space": 4,
+        "kernel_config": {},
+    }
+    assert [note.partition("=")[0] for note in translate(arguments).notes] == [
         "compilation_config",
         "swap_space",
     ]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"kv_transfer_config": {"kv_connector": "x"}}, "kv_transfer_config: .* kv_connector.use"),
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization?"),
@@ -58,9 +62,9 @@ def test_what_changes_no_result_is_noted():
         ({"pooler_config": {"pooling_type": "MAX"}}, "pooling_type: expected one of all, .*'MAX'"),
     ],
 )
-def test_what_has_no_counterpart_is_refused(given, message):
+def test_what_has_no_counterpart_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        translate(given)
+        translate(arguments)
 
 
 def test_a_parser_has_an_option_for_each_argument():

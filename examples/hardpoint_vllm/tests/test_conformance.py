@@ -1,4 +1,4 @@
-"""The adapter and what it adapts keep the rules of their kinds; broken processors do not."""
+"""The adapter and adapted classes keep the rules of their kinds; broken processors do not."""
 
 import os
 

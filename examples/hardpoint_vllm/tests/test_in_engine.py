@@ -147,7 +147,7 @@ def test_a_vllm_style_min_p_equals_the_built_in_bit_for_bit(scripted):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"extra_args": {"target_token": "x"}}, "plugin_args.thing: target_token value x is not"),
         ({"extra_args": {"target_token": 13}}, "plugin 'thing'"),
@@ -155,10 +155,10 @@ def test_a_vllm_style_min_p_equals_the_built_in_bit_for_bit(scripted):
         ({"target_token": 3}, "plugin_args.thing.target_token: unknown field"),
     ],
 )
-def test_a_request_that_the_class_does_not_like_is_refused(scripted, given, message):
+def test_a_request_that_the_class_does_not_like_is_refused(scripted, arguments, message):
     engine = engine_with(scripted, "OneToken")
     with pytest.raises(RequestError) as error:
-        tokens(engine, plugin_args={"thing": given})
+        tokens(engine, plugin_args={"thing": arguments})
     assert message in str(error.value)
     assert tokens(engine, plugin_args={"thing": {"extra_args": {"target_token": 70}}}) == [
         70,
@@ -172,7 +172,7 @@ def test_a_request_that_the_class_does_not_like_is_refused(scripted, given, mess
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("argument", "message"),
     [
         ("variadic", "_variadic(output_ids, *rest): 'rest' is variadic"),
         ("defaulted", "_defaulted(output_ids, logits, scale=1.0): 'scale' has a default"),
@@ -187,9 +187,9 @@ def test_a_request_that_the_class_does_not_like_is_refused(scripted, given, mess
         ("missing", "KeyError: 'missing'"),
     ],
 )
-def test_an_unsuitable_callable_ends_its_request_alone(scripted, plain, what, message):
+def test_an_unsuitable_callable_ends_its_request_alone(scripted, plain, argument, message):
     engine = engine_with(scripted, "odd")
-    failing = SamplingParams(**GREEDY, plugin_args={"thing": {"extra_args": {"what": what}}})
+    failing = SamplingParams(**GREEDY, plugin_args={"thing": {"extra_args": {"what": argument}}})
     jobs = [(f"r{i}", "x" * (i + 1), SamplingParams(**GREEDY)) for i in range(4)]
     wanted = run(plain, jobs)
     finals = {}

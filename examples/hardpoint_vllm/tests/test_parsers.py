@@ -24,7 +24,7 @@ HERE = "vllm_parsing"
 
 
 def llm_with(folder, reply, reasoning=None, tools=None, **options):
-    """Return an engine whose answer to "Hi" is `reply`."""
+    """Return an engine that answers "Hi" with `reply`."""
     prompt = "user: Hi\nassistant: "
     with_tools = f"tools: {json.dumps([NOW])}\n{prompt}"
     replies = {prompt: reply, with_tools: reply}

@@ -1,4 +1,4 @@
-"""Programs written for vLLM, with another import: what they call, and what they get."""
+"""Programs written for vLLM, with another import: their calls and results."""
 
 import asyncio
 import importlib
@@ -112,9 +112,9 @@ def test_beam_search_returns_the_likeliest_outputs(llm):
 def test_conversations_have_the_template_that_is_given(llm):
     messages = [{"role": "user", "content": "abc"}]
     template = "{% for m in messages %}say {{ m['content'] }}{% endfor %}"
-    given = llm.chat(messages, GREEDY, chat_template=template)
+    outputs = llm.chat(messages, GREEDY, chat_template=template)
     plain = llm.generate("say abc", GREEDY)
-    assert given[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+    assert outputs[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
 
 
 def test_vectors_have_the_attributes_of_vllm(llm):
@@ -139,14 +139,14 @@ def test_an_engine_is_stepped(scripted):
 
 def test_each_engine_truncates_prompts(llm, scripted):
     params = SamplingParams(temperature=0.0, max_tokens=2, truncate_prompt_tokens=3)
-    given = {"truncate_prompt_tokens": 3}
+    tokenization = {"truncate_prompt_tokens": 3}
     outputs = [
         *llm.generate("say abc", params),
-        *llm.generate("say abc", GREEDY, tokenization_kwargs=given),
+        *llm.generate("say abc", GREEDY, tokenization_kwargs=tokenization),
     ]
     engine = llm.llm_engine
     engine.add_request("first", "say abc", params)
-    engine.add_request("second", "say abc", GREEDY, tokenization_kwargs=given)
+    engine.add_request("second", "say abc", GREEDY, tokenization_kwargs=tokenization)
     while engine.has_unfinished_requests():
         outputs += [output for output in engine.step() if output.finished]
     (pooled,) = llm.embed("say abc", pooling_params=PoolingParams(truncate_prompt_tokens=3))
@@ -189,17 +189,17 @@ class Forced:
 
     def apply(self, logits, ctx):
         for row, slot in enumerate(ctx.expanded_idx_mapping.tolist()):
-            kept = logits[row, self.targets[slot]].clone()
+            logit = logits[row, self.targets[slot]].clone()
             logits[row] = -float("inf")
-            logits[row, self.targets[slot]] = kept
+            logits[row, self.targets[slot]] = logit
         return logits
 
 
 @pytest.mark.parametrize("module", PATHS)
 def test_modules_have_the_paths_of_vllm(module):
-    found = importlib.import_module(f"hardpoint.vllm.{module}".rstrip("."))
+    imported = importlib.import_module(f"hardpoint.vllm.{module}".rstrip("."))
     for name in names_of(module):
-        assert getattr(found, name) is not None
+        assert getattr(imported, name) is not None
 
 
 @pytest.mark.parametrize(

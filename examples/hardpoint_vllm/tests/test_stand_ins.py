@@ -1,4 +1,4 @@
-"""Processors that import vLLM load without it; what does not stand in for it is named."""
+"""Processors that import vLLM load without it; missing stand-ins are named."""
 
 import importlib.util
 import sys
@@ -29,8 +29,8 @@ FORMS = {
 
 
 def jobs_of(name):
-    """Requests of which every second one uses the processor `name`."""
-    given = {} if name == "v0" else {"extra_args": {"size": 2}}
+    """Return requests; every second one uses the processor `name`."""
+    arguments = {} if name == "v0" else {"extra_args": {"size": 2}}
     return [
         (
             f"r{index}",
@@ -41,7 +41,7 @@ def jobs_of(name):
                 ignore_eos=True,
                 max_tokens=10 + index % 7,
                 logit_bias={70: 9.0, 71: 9.0, 72: 9.0},
-                plugin_args={name: given} if index % 2 else {},
+                plugin_args={name: arguments} if index % 2 else {},
             ),
         )
         for index in range(12)
@@ -133,11 +133,11 @@ def test_errors_about_classes_of_other_kinds_do_not_advise_vllm(
 @pytest.mark.parametrize(("module", "name", "kind"), OTHER_KINDS)
 def test_classes_of_other_kinds_with_vllm_installed(module, name, kind):
     base = type(name, (), {"__module__": module})
-    own = type("Mine", (base,), {"__module__": "own_module"})
+    subclass = type("Mine", (base,), {"__module__": "own_module"})
     for wanted in (None, kind):
-        assert VLLM.matches(own, wanted) is True
+        assert VLLM.matches(subclass, wanted) is True
     with pytest.raises(PluginContractError) as error:
-        VLLM.adapt(own, Source.of_module("mine", "own_module:Mine", "a test"))
+        VLLM.adapt(subclass, Source.of_module("mine", "own_module:Mine", "a test"))
     assert str(error.value).startswith("plugin 'mine' (own_module:Mine)")
     assert f"The kind {kind} takes their place" in str(error.value)
 

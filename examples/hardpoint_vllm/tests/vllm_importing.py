@@ -23,7 +23,7 @@ logger = init_logger(__name__)
 
 
 class NoRepeat:
-    """A callable of V0: bans what followed the last tokens before.
+    """A callable of V0: bans tokens that followed the last tokens before.
 
     Method: `no_repeat_ngram_size`, Paulus et al. 2017, arXiv:1705.04304.
     """

@@ -1,4 +1,4 @@
-"""The backend allows what its grammars allow: the conformance kit checks it."""
+"""The backend allows exactly the texts of its grammars: the conformance kit checks it."""
 
 import pytest
 from hardpoint_xgrammar import XGrammar

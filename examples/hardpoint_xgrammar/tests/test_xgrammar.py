@@ -1,4 +1,4 @@
-"""The grammar backend xgrammar: what it enforces, what it refuses, and the limits of compiling."""
+"""The grammar backend xgrammar: enforced and refused grammars, and the limits of compiling."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def backend(library):
     made.close()
 
 
-def compiled(backend: XGrammar, **given):
-    return backend.compile(StructuredOutputs.checked(given))
+def compiled(backend: XGrammar, **fields):
+    return backend.compile(StructuredOutputs.checked(fields))
 
 
 def tag(backend: XGrammar, format):
@@ -84,7 +84,7 @@ def allowed(state) -> list[int]:
 
 
 def accepts(state, *parts: str | int) -> bool:
-    """Return whether a grammar takes a text, whose tokens it must have in its masks."""
+    """Return whether a grammar takes a text and has its tokens in its masks."""
     state = state.fork()
     for id in ids(*parts):
         in_mask = id in allowed(state)
@@ -104,7 +104,7 @@ TAG = {"type": "tag", "begin": "<f>", "content": {"type": "regex", "pattern": "a
 
 
 @pytest.mark.parametrize(
-    ("given", "right", "wrong"),
+    ("fields", "right", "wrong"),
     [
         ({"json": NUMBERS}, '{"a": 12}', '{"a": 0}'),
         ({"json": NUMBERS}, '{ "a" :12}', '{"a": 1, "b": 2}'),
@@ -124,8 +124,8 @@ TAG = {"type": "tag", "begin": "<f>", "content": {"type": "regex", "pattern": "a
         ({"choice": ["yes", 'n"o', "<eos>"]}, "<eos>", "<eos"),
     ],
 )
-def test_each_format_allows_what_it_describes(backend, given, right, wrong):
-    state = compiled(backend, **given)
+def test_each_format_allows_what_it_describes(backend, fields, right, wrong):
+    state = compiled(backend, **fields)
     assert accepts(state, right)
     assert not accepts(state, wrong)
 
@@ -217,7 +217,7 @@ def test_a_state_goes_back_and_its_copies_go_on_by_themselves(backend):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"json": {"not": {}}}, "^xgrammar does not enforce not$"),
         ({"json": {"type": "number", "multipleOf": 0.5}}, "all of it: multipleOf is not supported"),
@@ -241,9 +241,9 @@ def test_a_state_goes_back_and_its_copies_go_on_by_themselves(backend):
         ({"grammar": "root ::= other"}, "^EBNF parser error"),
     ],
 )
-def test_what_is_wrong_or_not_enforced_is_refused(backend, given, message):
+def test_what_is_wrong_or_not_enforced_is_refused(backend, fields, message):
     with pytest.raises(ValueError, match=message):
-        compiled(backend, **given)
+        compiled(backend, **fields)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_a_lenient_structural_tag_leaves_it_out_too(backend, schema):
     format = {**TAG, "content": {"type": "json_schema", "json_schema": schema}}
     with pytest.raises(ValueError, match="^xgrammar does not enforce"):
         tag(backend, format)
-    given = {"type": "structural_tag", "format": format}
-    assert accepts(compiled(backend, structural_tag=given, lenient=True), "<f>3</f>")
+    structural_tag = {"type": "structural_tag", "format": format}
+    assert accepts(compiled(backend, structural_tag=structural_tag, lenient=True), "<f>3</f>")
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ OBJECT = {"type": "object", "properties": {"a": {}}}
 
 
 @pytest.mark.parametrize(
-    ("schema", "found"),
+    ("schema", "keywords"),
     [
         ({"type": "array", "items": {"uniqueItems": True}}, ["uniqueItems"]),
         ({"properties": {"not": {"type": "string"}}}, []),
@@ -331,7 +331,7 @@ OBJECT = {"type": "object", "properties": {"a": {}}}
         ({"properties": {'"': {}}, "additionalProperties": False}, []),
         (
             {"properties": {'"': {}}},
-            ["properties whose names have escapes, without additionalProperties: false"],
+            ["properties with escapes in names, without additionalProperties: false"],
         ),
         ({**OBJECT, "minProperties": 0}, []),
         ({**OBJECT, "minProperties": 1}, ["minProperties without additionalProperties: false"]),
@@ -343,8 +343,8 @@ OBJECT = {"type": "object", "properties": {"a": {}}}
         ),
     ],
 )
-def test_the_parts_of_a_schema_that_are_not_enforced_are_found(schema, found):
-    assert unenforced_keywords(schema) == found
+def test_the_parts_of_a_schema_that_are_not_enforced_are_found(schema, keywords):
+    assert unenforced_keywords(schema) == keywords
 
 
 UNENFORCED = (
@@ -399,11 +399,11 @@ def test_hostile_grammars_are_compiled_or_refused_in_time():
     compiler = compiler_of(backend)
     try:
         compiled(backend, regex="a")
-        for given in HOSTILE:
+        for fields in HOSTILE:
             limit(compiler, 2.0)
             start = time.perf_counter()
             try:
-                allowed(compiled(backend, **given))
+                allowed(compiled(backend, **fields))
             except ValueError as error:
                 assert str(error)  # noqa: PT017
             assert time.perf_counter() - start < 60

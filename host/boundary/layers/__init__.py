@@ -1,1 +1,1 @@
-"""Layers of a model, by what they keep of tokens: groups of the KV cache, and states."""
+"""Layers of a model, by their memory per token or sequence: KV cache groups, and states."""

@@ -60,12 +60,12 @@ class LayerGroups:
         groups: list[KVCacheGroup] = []
         group_of, cache_of = [0] * len(specs), [0] * len(specs)
         for window, count in counts.items():
-            own = [index for index, spec in enumerate(specs) if spec.window == window]
-            borders = [len(own) * part // count for part in range(count + 1)]
+            layers = [index for index, spec in enumerate(specs) if spec.window == window]
+            borders = [len(layers) * part // count for part in range(count + 1)]
             for begin, end in itertools.pairwise(borders):
-                for cache, layer in enumerate(own[begin:end]):
+                for cache, layer in enumerate(layers[begin:end]):
                     group_of[layer], cache_of[layer] = len(groups), cache
-                groups.append(KVCacheGroup(window, tuple(own[begin:end])))
+                groups.append(KVCacheGroup(window, tuple(layers[begin:end])))
         return cls(tuple(groups), tuple(group_of), tuple(cache_of))
 
 

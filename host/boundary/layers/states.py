@@ -31,7 +31,7 @@ class _Part:
     """Tokens of one sequence that are computed at once.
 
     Attributes:
-        begin, end: its tokens, among those of the step.
+        begin, end: its tokens, among the tokens of the step.
         source: block of the state before it; -1 at the beginning of a sequence.
         target: block of the state after it.
     """
@@ -48,7 +48,7 @@ class _Wave:
 
     Attributes:
         starts: int [parts + 1]; first token of each part, and the number of all their tokens.
-        tokens: int64 [tokens]; these tokens among those of the step. None: it is all, in order.
+        tokens: int64 [tokens]; indices in the tokens of the step. None: it is all, in order.
         sources: int64 [parts]; indices of the states before.
         begins: int64; indices of the parts that begin a sequence.
         targets: int64 [parts]; indices of the states after.
@@ -92,12 +92,12 @@ class LayerStates:
         """Return the recurrence of a step.
 
         Args:
-            caches: those of the attention layers, then what `allocate` returned.
-            steps: one per group, of which the last one is of states.
+            caches: caches of the attention layers, then the result of `allocate`.
+            steps: one per group; the last one is of states.
         """
         states = caches[len(caches) - len(self._specs) :]
         parts, first = _parts(steps[-1]), self._first_block
-        waves = [_wave(own, steps[-1], first, self._device) for own in _waves(parts)]
+        waves = [_wave(wave_parts, steps[-1], first, self._device) for wave_parts in _waves(parts)]
 
         def recur(layer: int, advance: Advance, *inputs: torch.Tensor) -> torch.Tensor:
             run = functools.partial(self._run, layer, states[layer], advance)
@@ -105,10 +105,10 @@ class LayerStates:
                 return run(waves[0], inputs)
             output: torch.Tensor | None = None
             for wave in waves:
-                found = run(wave, [x[wave.tokens] for x in inputs])
+                outputs = run(wave, [x[wave.tokens] for x in inputs])
                 if output is None:
-                    output = found.new_empty((len(inputs[0]), *found.shape[1:]))
-                output[wave.tokens] = found
+                    output = outputs.new_empty((len(inputs[0]), *outputs.shape[1:]))
+                output[wave.tokens] = outputs
             assert output is not None, "a step has tokens"
             return output
 
@@ -152,13 +152,13 @@ def check_states_fit(config: EngineConfig, num_draft_tokens: int, model: Source)
         )
     if config.kv_connector.use is not None:
         raise ConfigError(
-            f"kv_connector.use: {config.kv_connector.use!r} moves blocks, and {keeps}, of which "
-            f"most blocks have none; expected no connector for this model"
+            f"kv_connector.use: {config.kv_connector.use!r} moves blocks, and {keeps}, "
+            f"which most blocks lack; expected no connector for this model"
         )
 
 
 class TrialStates:
-    """The states of a trial step of one sequence: checks what the model calls and returns."""
+    """The states of a trial step of one sequence: checks the model's calls and results."""
 
     def __init__(
         self,
@@ -208,8 +208,8 @@ class TrialStates:
                 f"state_specs() has {len(self._specs)} layers"
             )
 
-    def _wrong(self, what: str) -> PluginFaultError:
-        return PluginFaultError(f"{self._source}: its forward() {what}")
+    def _wrong(self, problem: str) -> PluginFaultError:
+        return PluginFaultError(f"{self._source}: its forward() {problem}")
 
 
 def checked_advance(
@@ -224,24 +224,24 @@ def checked_advance(
     """Return the outputs and the states of an `advance` of a layer.
 
     Raises:
-        PluginFaultError: they are not what they should be.
+        PluginFaultError: they have a wrong form.
     """
-    found = advance(states, starts, *inputs)
+    result = advance(states, starts, *inputs)
     tokens, seqs = int(starts[-1]), len(starts) - 1
     if (
-        isinstance(found, tuple)
-        and len(found) == 2
-        and isinstance(found[0], torch.Tensor)
-        and found[0].shape[:1] == (tokens,)
-        and isinstance(found[1], Sequence)
-        and len(found[1]) == len(specs)
-        and all(map(functools.partial(_fits, seqs), specs, found[1]))
+        isinstance(result, tuple)
+        and len(result) == 2
+        and isinstance(result[0], torch.Tensor)
+        and result[0].shape[:1] == (tokens,)
+        and isinstance(result[1], Sequence)
+        and len(result[1]) == len(specs)
+        and all(map(functools.partial(_fits, seqs), specs, result[1]))
     ):
-        return found
+        return result
     tensors = ", ".join(f"{spec.dtype} {[seqs, *spec.shape]}" for spec in specs)
     raise PluginFaultError(
-        f"{source}: its advance() of layer {layer} gave {shown(found)}, expected outputs "
-        f"[{tokens}, ...] and states {tensors}, as state_specs() says"
+        f"{source}: its advance() of layer {layer} gave {shown(result)}, expected outputs "
+        f"[{tokens}, ...] and states {tensors}, by state_specs()"
     )
 
 
@@ -280,7 +280,7 @@ def _parts(step: AttentionStep) -> Iterator[_Part]:
 
 
 def _waves(parts: Iterator[_Part]) -> list[list[_Part]]:
-    """Return the parts of a step, those that continue from others after these."""
+    """Return the parts of a step, in waves: a part that continues another one comes after it."""
     left, waves = list(parts), []
     while left:
         writers = {part.target: part for part in left}
@@ -299,8 +299,8 @@ def _wave(
     lengths.cumsum(out=starts[1:])
     tokens = None
     if starts[-1] < step.query_starts[-1]:
-        own = [np.arange(part.begin, part.end) for part in parts]
-        tokens = torch.from_numpy(np.concatenate(own)).to(device)
+        ranges = [np.arange(part.begin, part.end) for part in parts]
+        tokens = torch.from_numpy(np.concatenate(ranges)).to(device)
     begins = [index for index, part in enumerate(parts) if part.source == _NO_BLOCK]
     assert min(part.target for part in parts) >= first_block, "a step ends where there is a state"
     return _Wave(

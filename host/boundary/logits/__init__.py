@@ -1,1 +1,1 @@
-"""Logits processors: guarded calls, the rows that they get, and what they return."""
+"""Logits processors: guarded calls, their rows, and their results."""

@@ -31,9 +31,9 @@ class DeviceState:
             for tensor in self._tensors.values():
                 source, destination = tensor[move.source], tensor[move.destination]
                 if move.direction is Move.SWAP:
-                    kept = destination.clone()
+                    saved = destination.clone()
                     destination.copy_(source)
-                    source.copy_(kept)
+                    source.copy_(saved)
                 else:
                     destination.copy_(source)
 

@@ -74,7 +74,7 @@ class FaultIsolation:
                 self.isolate(runner)
 
     def run(self, logits: torch.Tensor, *, check_batch_level: bool = False) -> torch.Tensor:
-        """Run the processors, and again for each further one that raises and is isolated then.
+        """Run the processors, and again after each fault, with the failed processor isolated.
 
         Args:
             logits: float32 [rows, vocab]; may be edited in place.
@@ -89,7 +89,7 @@ class FaultIsolation:
                 logits = self.recompute()
 
     def find_fault(self, logits: torch.Tensor, index: int) -> RequestFault | None:
-        """Return the fault of what damages a row by itself, None if nothing does.
+        """Return the fault of the processor that damages a row, None if none does.
 
         Batch-level processors are not tried, because they cannot run on one row.
 

@@ -1,4 +1,4 @@
-"""Run one logits processor over its rows, check what it returns and measure its cost."""
+"""Run one logits processor over its rows, check its results and measure its cost."""
 
 from __future__ import annotations
 
@@ -92,7 +92,6 @@ class ProcessorRunner:
     until: int | None = None
 
     def __post_init__(self) -> None:
-        """Derive what stays constant, and allocate the device state."""
         self.name = self.processor.name
         self.cells, self.compares_settings = self.activity.cells, self.activity.compares_settings
         self.seconds_before = 0.0
@@ -126,7 +125,7 @@ class ProcessorRunner:
 
         Args:
             method: the processor's method that failed.
-            cause: what it raised, or what is wrong with its result.
+            cause: raised by the method, or the defect of its result.
 
         Raises:
             PluginFaultError: instead, if faults end the engine by the configuration.
@@ -185,7 +184,7 @@ class ProcessorRunner:
     ) -> None:
         """Pass the changes of the batch to a processor that follows it; move device state along.
 
-        A broken processor, whose users have ended since, is rebuilt from `full_update`.
+        A broken processor is rebuilt from `full_update` after its users have ended.
         """
         if update is not None and self.has_device_state:
             self.device_state.move(update)
@@ -216,8 +215,8 @@ class ProcessorRunner:
         arguments = added.params.plugin_args
         if self.serves(added.generation) or self.name not in arguments:
             return added
-        kept = ReadOnlyDict({name: arguments[name] for name in arguments if name != self.name})
-        return replace(added, params=msgspec.structs.replace(added.params, plugin_args=kept))
+        remaining = ReadOnlyDict({name: arguments[name] for name in arguments if name != self.name})
+        return replace(added, params=msgspec.structs.replace(added.params, plugin_args=remaining))
 
     def active_rows(self, requests: Sequence[LogitsRequest], version: int) -> ActiveRows | None:
         """Return the rows of a step that use the processor, or None if no row does."""

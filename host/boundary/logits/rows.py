@@ -14,7 +14,7 @@ from .device_state import DeviceState
 
 
 class ProcessorRows:
-    """The rows whose requests use one processor; lives as long as those rows stay the same."""
+    """The rows of the requests that use one processor; valid until these rows change."""
 
     def __init__(
         self,

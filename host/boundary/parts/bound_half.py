@@ -1,4 +1,4 @@
-"""The halves of step parts with what calls them, for the parts of each process."""
+"""The halves of step parts with their recorded calls, for the parts of each process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _ENDED = "the requests that use it end"
 
 
 class BoundHalf(Generic[HalfT]):
-    """A half of a step part, whose methods are recorded and timed.
+    """A half of a step part, with recorded and timed methods.
 
     Attributes:
         name: name of the part.
@@ -104,8 +104,8 @@ class BoundHalf(Generic[HalfT]):
     def why_fixed(self) -> str | None:
         """Why the half can not be changed while the engine runs; None if it can."""
         for name, why in self.at_start.items():
-            own, default = getattr(self.half, name), getattr(self.hooks.defaults, name)
-            if name in self._implemented or (not callable(default) and own and own != default):
+            value, default = getattr(self.half, name), getattr(self.hooks.defaults, name)
+            if name in self._implemented or (not callable(default) and value and value != default):
                 return f"its {self.maker} has {name}, {why}"
         return None
 
@@ -175,7 +175,7 @@ def request_fields(plugins: PluginSet, config: EngineConfig) -> frozenset[str]:
     Raises:
         PluginFaultError: a part failed, or returned others than these.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for entry in plugins.entries("step_parts"):
         name = f"{entry.source}: its request_fields()"
         with faults_as(PluginFaultError, name):
@@ -183,8 +183,8 @@ def request_fields(plugins: PluginSet, config: EngineConfig) -> frozenset[str]:
         if not set(fields) <= REQUEST_FIELDS.keys():
             expected = ", ".join(sorted(REQUEST_FIELDS))
             raise PluginFaultError(f"{name} gave {shown(fields)}, expected some of {expected}")
-        found.update(fields)
-    return frozenset(found)
+        names.update(fields)
+    return frozenset(names)
 
 
 def _made(part: StepPart, source: Source, context: Any, cls: type[BoundHalf[Any]]) -> Any:
@@ -214,8 +214,8 @@ class BoundPart(BoundHalf[EngineHalf]):
 
     Attributes:
         users: ids of live requests that use it.
-        selects: whether only some requests use it, those of which `uses` returns True.
-        ended: ids of those that have ended, by the last step whose plan may have them.
+        selects: whether only the requests with True from `uses` use it.
+        ended: ids of ended requests, by the last step with a plan that may have them.
         required: what a request has to give to use the part: the key of its arguments, and
             `INCLUDE` of the part's name.
     """
@@ -224,10 +224,10 @@ class BoundPart(BoundHalf[EngineHalf]):
     at_start = {
         "block_key": "on which the keys of cached blocks depend",
         "get_num_new_matched_tokens": "which moves blocks of the KV cache",
-        "encoder_cache": "of which the scheduler asks for room",
+        "encoder_cache": "which the scheduler reserves room in",
         "num_draft_tokens": "for which the engine makes room when it starts",
-        "tasks": "which say what the engine can do",
-        "workers_started": "which gives workers what they need when they start",
+        "tasks": "which the engine reports as its tasks",
+        "workers_started": "which initializes workers when they start",
     }
 
     def __init__(
@@ -247,8 +247,8 @@ class BoundPart(BoundHalf[EngineHalf]):
         self.capacity = dict(self.half.capacity)
         self.every_plan = self.half.every_plan
         self.only_included = is_included = self.half.only_included
-        given = {f"step_parts/{part.name}": part.named_only, INCLUDE(part.name): is_included}
-        self.required = frozenset(name for name, is_required in given.items() if is_required)
+        conditions = {f"step_parts/{part.name}": part.named_only, INCLUDE(part.name): is_included}
+        self.required = frozenset(name for name, is_required in conditions.items() if is_required)
         self.num_draft_tokens = self.half.num_draft_tokens
 
     @property
@@ -268,7 +268,7 @@ class BoundPart(BoundHalf[EngineHalf]):
         return [name for name in plan.num_scheduled_tokens if name in self.users]
 
     def own_reports(self, result: ModelRunnerOutput) -> dict[str, dict[int, bytes]]:
-        """Return the reports of a result, with those of its own worker halves under its name."""
+        """Return the reports of a result, with the reports of its worker halves under its name."""
         reports = result.part_reports
         if self.key == self.name:
             return reports
@@ -321,9 +321,9 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
         "around_model": "which replaces the model's forward pass",
         "cache_allocated": "which needs the KV cache when it is allocated",
         "block_memory": "which belongs to the blocks of the KV cache",
-        "embedded": "of which the model's trial step shows whether it is called",
-        "linear": "of which the model's trial step shows whether it is called",
-        "added": "of which the model's trial step shows whether it is called",
+        "embedded": "which the model's trial step has to call",
+        "linear": "which the model's trial step has to call",
+        "added": "which the model's trial step has to call",
         "verify_drafts": "which verifies the drafts of all parts",
         "idle": "which workers are asked for when they start",
         "packs": "for which inputs are laid out when the model is loaded",
@@ -377,7 +377,7 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
         return None, answer
 
     def wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
-        """Return the fault of a half whose method returned something else than it should."""
+        """Return the fault of a half for a wrong result of a method."""
         return PluginFaultError(f"{self.source}: its {method}() gave {form_of(got)}, {expected}")
 
 

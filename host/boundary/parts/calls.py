@@ -17,7 +17,7 @@ CallWorkers = Callable[[str, tuple[Any, ...]], list[Any]]
 
 
 class PartCalls:
-    """The calls that parts answer, and those that they make."""
+    """The calls to parts, and the calls by parts."""
 
     def __init__(self) -> None:
         """Know no parts yet, and no workers, which start after the parts."""
@@ -54,9 +54,9 @@ class PartCalls:
             RequestError: there is no such part, or it refuses.
             HardpointError: the part raised it, or failed.
         """
-        found = {part.name: part for part in self._parts}
-        if (part := found.get(name)) is None:
-            known = ", ".join(sorted(found)) or "none: no enabled part answers calls"
+        parts = {part.name: part for part in self._parts}
+        if (part := parts.get(name)) is None:
+            known = ", ".join(sorted(parts)) or "none: no enabled part answers calls"
             raise RequestError(f"part: expected one of {known}, got {name!r}")
         label = f"{part.source}: its call() of {method!r}"
         with faults_as(PluginFaultError, label, passing=(HardpointError,)):

@@ -40,8 +40,8 @@ class Components:
         """Build components that are enabled in `plugins`.
 
         Args:
-            calls: makes what calls them.
-            guards: by kind, those of the components that `create` returns.
+            calls: makes the recorder of calls.
+            guards: guards of the components from `create`, by kind.
         """
         self._plugins, self._calls, self._guards = plugins, calls, guards
 
@@ -50,7 +50,7 @@ class Components:
         return [entry.name for entry in self._plugins.entries(kind)]
 
     def use(self, plugins: PluginSet) -> None:
-        """Take those of another generation of the plugins."""
+        """Use the components of another generation of the plugins."""
         self._plugins = plugins
 
     def of(self, plugins: PluginSet) -> Components:
@@ -84,7 +84,7 @@ class Components:
         return msgspec.to_builtins(self._plugins.options(self._plugins.get(kind, name)))
 
     def call(self, kind: str, name: str, method: str, *args: Any) -> Any:
-        """Call a class method of an enabled component, whose result is checked as it declares."""
+        """Call a class method of an enabled component; check its result as it declares."""
         entry = self._plugins.get(kind, name)
         return call_declared(kind, entry.source, self._plugins.target(entry), method, *args)
 
@@ -107,7 +107,7 @@ class Components:
         report: Callable[[str, BaseException | None], None],
         **fields: Any,
     ) -> Any:
-        """Build an enabled component, whose methods do what its kind declares."""
+        """Build an enabled component, guarded as its kind declares."""
         component = self.create(kind, name, context, **fields)
         return guard(component, kind, report, self.calls(kind, name))
 
@@ -125,18 +125,18 @@ def call_declared(kind: str, source: Source, cls: type[Component], method: str, 
 
     Raises:
         PluginFaultError: it failed, or returned something else; the message names the component.
-        Exception: one that the method declares.
+        Exception: declared by the method.
     """
     interface = KINDS[kind].interface
     assert interface is not None, "hooks are called by pluggy"
     behaviour = behaviour_of(interface, method)
     assert behaviour is not None, f"nothing is declared of {method}"
     with faults_as(PluginFaultError, f"{source}: its {method}", passing=behaviour.raises):
-        found = getattr(cls, method)(*args)
-    return checked(found, interface, method, source)
+        result = getattr(cls, method)(*args)
+    return checked(result, interface, method, source)
 
 
 def describe_fault(error: BaseException) -> str:
-    """Return class and text of a component's exception; raise one that is the user's interrupt."""
+    """Return class and text of a component's exception; raise an interrupt by the user."""
     raise_unless_fault(error)
     return describe(error)

@@ -44,7 +44,7 @@ class EngineHalves:
 
     Attributes:
         num_draft_tokens: most drafts of a request and a step.
-        calls: those that the parts answer and make.
+        calls: calls to the parts, and by the parts.
         moves_blocks: the setting that makes a part move KV blocks; None if none does.
         blocks: starts the worker halves of parts that move KV blocks.
         tasks: tasks of requests besides generating.
@@ -94,7 +94,7 @@ class EngineHalves:
 
     @property
     def halves(self) -> Sequence[BoundPart]:
-        """Those of all generations of the plugins that are in use, in the order of their calls."""
+        """All halves in use, of every plugin generation, in the order of their calls."""
         return self._parts
 
     def use(self, halves: Sequence[BoundPart]) -> None:
@@ -124,7 +124,7 @@ class EngineHalves:
         self, keyed: Sequence[BoundPart], request: EngineCoreRequest, span: range
     ) -> bytes:
         """Return the keys of parts for a span of tokens, in any thread; empty if there are none."""
-        found: dict[str, bytes] = {}
+        keys: dict[str, bytes] = {}
         for part in keyed:
             try:
                 key = part.half.block_key(request, span)  # not timed: times are those of one thread
@@ -135,8 +135,8 @@ class EngineHalves:
                 if (fault := part.fault("its block_key() failed", cause)) is not None:
                     self._faults[request.request_id] = fault
             if key is not None:
-                found[part.name] = key
-        return msgspec.msgpack.encode(found) if found else b""
+                keys[part.name] = key
+        return msgspec.msgpack.encode(keys) if keys else b""
 
     def workers_started(self) -> dict[str, RequestFault]:
         """Notify the parts that worker halves were built; return requests that end with an error.
@@ -150,10 +150,10 @@ class EngineHalves:
                 continue
             name = f"{part.source}: its workers_started()"
             with faults_as(PluginFaultError, name, passing=(HardpointError,)):
-                found = part.run("workers_started")
-            if (defect := returns.faults_defect(found, part.users)) is not None:
+                faults = part.run("workers_started")
+            if (defect := returns.faults_defect(faults, part.users)) is not None:
                 raise PluginFaultError(f"{name} {defect}")
-            ended = {**found, **ended}
+            ended = {**faults, **ended}
         return ended
 
     def __bool__(self) -> bool:
@@ -193,11 +193,11 @@ class EngineHalves:
             self._end(name)
             self._again.add(name)
         try:
-            given = {*request.plugin_args, *map(INCLUDE, request.params.include)}
+            argument_names = {*request.plugin_args, *map(INCLUDE, request.params.include)}
             fields = self._fields.set_in(request)
             for part in serving:
                 if (
-                    part.required <= given
+                    part.required <= argument_names
                     and not (part.for_fields and part.for_fields.isdisjoint(fields))
                     and getattr(part.original, "is_active", True)
                     and (not part.selects or call_for(part, "uses", request))
@@ -205,14 +205,14 @@ class EngineHalves:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = self._asked_for_figures(request, users, serving)
+            array_forms = self._asked_for_figures(request, users, serving)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
         if users:
             self._by_request[request.request_id] = users
-            if asked:
-                self._asked[request.request_id] = asked
+            if array_forms:
+                self._asked[request.request_id] = array_forms
             for part in users:
                 part.users.add(request.request_id)
             self._find_active()
@@ -261,16 +261,16 @@ class EngineHalves:
         return data
 
     def needs_results(self, plan: SchedulerOutput) -> dict[str, str]:
-        """Return the requests of a plan whose earlier tokens a mask needs, and the part's name."""
-        found: dict[str, str] = {}
+        """Return the requests of a plan with a mask from earlier tokens, and the part's name."""
+        needed: dict[str, str] = {}
         for part in self._active:
             if part.overrides("needs_results"):
                 names = self._for_plan(part, "needs_results", plan) or ()
                 if (defect := returns.names_defect(names)) is None:
-                    found |= dict.fromkeys(names, part.name)
+                    needed |= dict.fromkeys(names, part.name)
                 else:
                     self._blame(part, plan, f"its needs_results() {defect}")
-        return found
+        return needed
 
     def mask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
         """Return the tokens that all parts allow; None if no part forbids any."""
@@ -319,9 +319,9 @@ class EngineHalves:
                 continue
             defect = functools.partial(returns.result_defect, users=part.planned_users)
             reports, result.part_reports = result.part_reports, part.own_reports(result)
-            found = self._checked(part, plan, "result", defect, plan, result) or {}
+            faults = self._checked(part, plan, "result", defect, plan, result) or {}
             result.part_reports = reports
-            ended = take_finishes(found, part.name, part.users, result) | ended
+            ended = take_finishes(faults, part.name, part.users, result) | ended
         for name in self._faults.keys() & plan.num_scheduled_tokens.keys():
             ended.setdefault(name, self._faults.pop(name))
         if self.gates.finishes:
@@ -341,11 +341,11 @@ class EngineHalves:
         for output in (output for message in outputs.values() for output in message.outputs):
             before = self._faults.get(name := output.request_id)
             for part, forms in self._asked.get(name, {}).items():
-                found = self._checked(part, plan, "figures", figures.figures_defect, name)
+                part_figures = self._checked(part, plan, "figures", figures.figures_defect, name)
                 limit, sampled = self._num_positions.get(name, (None, 0))
                 defect = functools.partial(forms.defect, num_positions=limit)
                 arrays = self._checked(part, plan, "arrays", defect, name)
-                figures.add(output, part.name, found, arrays, limit, sampled)
+                figures.add(output, part.name, part_figures, arrays, limit, sampled)
             if (fault := self._faults.get(name)) is not before and output.finish_reason is not None:
                 figures.end_by(output, fault)  # no result follows that would end it
 
@@ -375,7 +375,7 @@ class EngineHalves:
 
     def drafts(self, plan: SchedulerOutput) -> dict[str, list[int]]:
         """Return the drafts for the next step, after the result of a plan was processed."""
-        found: dict[str, list[int]] = {}
+        drafts: dict[str, list[int]] = {}
         for part in self._active:
             if (limit := part.num_draft_tokens) == 0:
                 continue
@@ -383,18 +383,18 @@ class EngineHalves:
                 returns.drafts_defect, users=part.users, limit=limit, vocab_size=self._vocab_size
             )
             if (made := self._checked(part, plan, "drafts", defect)) is not None:
-                found = {name: list(tokens) for name, tokens in made.items() if tokens} | found
-        return self._limited(plan, found) if found else found
+                drafts = {name: list(tokens) for name, tokens in made.items() if tokens} | drafts
+        return self._limited(plan, drafts) if drafts else drafts
 
     def _limited(self, plan: SchedulerOutput, drafts: dict[str, list[int]]) -> dict[str, list[int]]:
         for part in self._active:
             if not part.overrides("limit_drafts"):
                 continue
-            own = {name: tokens for name, tokens in drafts.items() if name in part.users}
-            if not own:
+            part_drafts = {name: tokens for name, tokens in drafts.items() if name in part.users}
+            if not part_drafts:
                 continue
-            defect = functools.partial(returns.draft_limits_defect, drafts=own)
-            limits = self._checked(part, plan, "limit_drafts", defect, own)
+            defect = functools.partial(returns.draft_limits_defect, drafts=part_drafts)
+            limits = self._checked(part, plan, "limit_drafts", defect, part_drafts)
             if limits is not None:
                 drafts |= {name: drafts[name][:limit] for name, limit in limits.items()}
         return {name: tokens for name, tokens in drafts.items() if tokens}
@@ -406,7 +406,7 @@ class EngineHalves:
                 self._for_plan(part, "lost", plan)
 
     def wait(self) -> None:
-        """Wait a moment for what gates wait for."""
+        """Wait a moment for the events that gates need."""
         for part in self._active:
             if part.overrides("wait"):
                 try:
@@ -422,7 +422,7 @@ class EngineHalves:
             stack.callback(self.blocks.close)
 
     def _is_of_former(self, request_id: str) -> bool:
-        """Return whether a reported end is that of a request before the live one of its id."""
+        """Return whether a reported end belongs to an earlier request with the id of a live one."""
         if request_id not in self._again:
             return False
         live: bool | None = None
@@ -463,14 +463,14 @@ class EngineHalves:
         *args: Any,
     ) -> Any:
         try:
-            found = part.run(method, *args)
+            result = part.run(method, *args)
         except BaseException as cause:
             self._blame(part, plan, f"its {method}() failed", cause)
             return None
-        if (wrong := defect(found)) is not None:
+        if (wrong := defect(result)) is not None:
             self._blame(part, plan, f"its {method}() {wrong}")
             return None
-        return found
+        return result
 
     def _blame(
         self,
@@ -496,5 +496,5 @@ class EngineHalves:
             self._find_active()
 
     def _find_active(self) -> None:
-        """Find the parts that have users, or whose hooks are called for every plan."""
+        """Find the parts with users, or with hooks that are called for every plan."""
         self._active = [part for part in self._parts if part.users or part.every_plan]

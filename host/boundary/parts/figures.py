@@ -37,7 +37,7 @@ def asked_for_figures(
         parts: all parts.
 
     Raises:
-        RequestError: it uses no such part, or has arguments of one that it would have to include.
+        RequestError: it uses no such part, or has arguments of a part that it does not include.
     """
     if request.plugin_args:
         _check_arguments(request, parts)
@@ -47,9 +47,9 @@ def asked_for_figures(
     for name in request.params.include:
         if name not in having:
             could = [part.name for part in parts if part.only_included]
-            found = " or ".join(sorted(map(repr, {*having, *could})))
-            found = found or "none, as no part has any of it"
-            raise RequestError(f"include: expected {found}, got {name!r}")
+            options = " or ".join(sorted(map(repr, {*having, *could})))
+            options = options or "none, as no part has any of it"
+            raise RequestError(f"include: expected {options}, got {name!r}")
     return {having[name]: ArrayForms() for name in request.params.include}
 
 
@@ -83,7 +83,7 @@ def figures_defect(figures: Any) -> str | None:
 
 
 class ArrayForms:
-    """The forms of the arrays that a part gives of a request: those of a name are joined."""
+    """The forms of a part's arrays for a request; arrays of a name are joined."""
 
     def __init__(self) -> None:
         self._forms: dict[str, tuple[Any, ...]] = {}  # by name: dtype, shape of a row
@@ -92,7 +92,7 @@ class ArrayForms:
         """Return the defect of further arrays, as the end of a sentence; None if they have none.
 
         Args:
-            arrays: what arrays() returned.
+            arrays: the result of arrays().
             num_positions: positions of the request that are computed; None if it is not known.
         """
         if not isinstance(arrays, Mapping) or not all(
@@ -180,10 +180,10 @@ def end_by(output: EngineCoreOutput, fault: RequestFault | None) -> None:
     output.error, output.faulty_plugin = fault.message, fault.plugin
 
 
-def _is_array(found: Any) -> bool:
-    if not isinstance(found, PartArray):
+def _is_array(value: Any) -> bool:
+    if not isinstance(value, PartArray):
         return False
-    positions, values = found.positions, found.values
+    positions, values = value.positions, value.values
     both = isinstance(positions, np.ndarray) and isinstance(values, np.ndarray)
     if not both or positions.dtype != np.int64 or positions.ndim != 1 or not values.ndim:
         return False

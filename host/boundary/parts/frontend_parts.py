@@ -83,8 +83,8 @@ class FrontendParts:
     """The frontend halves of all parts, in their order; without any, every call does nothing.
 
     Attributes:
-        media_tokens: those of all halves, see `FrontendHalf`.
-        observers: those of all halves.
+        media_tokens: media tokens of all halves, see `FrontendHalf`.
+        observers: observers of all halves.
         faults: counts the faults of observers, and of components that halves drive.
         open: opens the halves of further parts.
     """
@@ -104,8 +104,8 @@ class FrontendParts:
         """
         self._components = components
         self.faults = faults or StepFaults()
-        found = [(half, _observer(half)) for half in halves if half.overrides("observer")]
-        observers = [(half.name, one, half.fault) for half, one in found if one is not None]
+        built = [(half, _observer(half)) for half in halves if half.overrides("observer")]
+        observers = [(half.name, made, half.fault) for half, made in built if made is not None]
         self.observers = Observers(observers, self.faults, clock)
         self._validators = weakref.WeakSet[Validator]()
         self.open: OpenHalves[BoundFrontendHalf] | None = None
@@ -119,11 +119,11 @@ class FrontendParts:
 
     @property
     def halves(self) -> Sequence[BoundFrontendHalf]:
-        """Those of all generations of the plugins that are in use, in the order of their calls."""
+        """All halves in use, of every plugin generation, in the order of their calls."""
         return self._halves
 
     def use_halves(self, halves: Sequence[BoundFrontendHalf]) -> None:
-        """Call the latest of these halves from now on, those before for answers of their requests.
+        """Call the latest of these halves from now on, earlier ones for answers of their requests.
 
         Raises:
             PluginConflictError: several read prompts with the same key.
@@ -146,16 +146,16 @@ class FrontendParts:
     @property
     def named_components(self) -> dict[str, str | None]:
         """The components of `FrontendHalf.named_components` of all halves."""
-        found: dict[str, str | None] = {}
+        components: dict[str, str | None] = {}
         for half in self._halves:
-            found |= half.half.named_components if half.until is None else {}
-        return found
+            components |= half.half.named_components if half.until is None else {}
+        return components
 
     def prepare_changes(self, plugins: PluginSet, config: EngineConfig) -> list[PreparedPartChange]:
-        """Let the halves build what a live change replaces in them.
+        """Let the halves prepare their replacements for a live change.
 
         Raises:
-            HardpointError: one cannot be changed so; what others have built is closed.
+            HardpointError: one cannot be changed so; the new components of others are closed.
         """
         prepared: list[PreparedPartChange] = []
         if self._components is None:
@@ -167,10 +167,10 @@ class FrontendParts:
                     continue
                 name = f"{half.source}: its prepare_change()"
                 with faults_as(PluginFaultError, name, passing=(HardpointError,)):
-                    found = half.half.prepare_change(components, config)
-                if found is not None:
-                    undo.callback(found.close_new)
-                    prepared.append(found)
+                    change = half.half.prepare_change(components, config)
+                if change is not None:
+                    undo.callback(change.close_new)
+                    prepared.append(change)
             undo.pop_all()
         return prepared
 
@@ -191,7 +191,7 @@ class FrontendParts:
         return next((half for key, half in self._readers.items() if key in prompt), None)
 
     def read_prompt(self, prompt: Mapping[Any, Any], reader: PromptReader) -> GivenPrompt | None:
-        """Return the ids and fields of a prompt whose form is a part's own; None for any other.
+        """Return the ids and fields of a prompt that a part reads; None for any other.
 
         Args:
             prompt: a copy of the caller's.
@@ -215,28 +215,28 @@ class FrontendParts:
         """Return the prompt that a half reads or cuts.
 
         Args:
-            limit: most tokens of one that is cut.
+            limit: most tokens of a cut prompt.
 
         Raises:
             RequestError: it refuses it, or failed.
         """
         try:
-            found = read(*args)
-            if not isinstance(found, GivenPrompt) or not isinstance(found.token_ids, Sequence):
-                raise TypeError(f"expected a GivenPrompt with token ids, got {shown(found)}")
-            if limit is not None and (count := len(found.token_ids)) > limit:
+            prompt = read(*args)
+            if not isinstance(prompt, GivenPrompt) or not isinstance(prompt.token_ids, Sequence):
+                raise TypeError(f"expected a GivenPrompt with token ids, got {shown(prompt)}")
+            if limit is not None and (count := len(prompt.token_ids)) > limit:
                 raise ValueError(f"expected at most {limit} token ids, got {count}")
-            if not found.fields.keys() <= REQUEST_FIELDS.keys():
-                names = shown(sorted(found.fields))
+            if not prompt.fields.keys() <= REQUEST_FIELDS.keys():
+                names = shown(sorted(prompt.fields))
                 raise TypeError(f"expected fields that parts make use of alone, got {names}")
         except RequestError:
             raise
         except BaseException as cause:
             raise self._refusal(half, name, "", cause) from cause
-        if (cut := found.cut) is None:
-            return found
+        if (cut := prompt.cut) is None:
+            return prompt
         return dataclasses.replace(
-            found, cut=lambda limit: self._given(half, "cut", cut, limit, limit=limit)
+            prompt, cut=lambda limit: self._given(half, "cut", cut, limit, limit=limit)
         )
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
@@ -298,19 +298,19 @@ class FrontendParts:
         with ExitStack() as undo:
             for half in halves:
                 try:
-                    found = half.half.output_format(request, calls)
-                    if found is None:
+                    made = half.half.output_format(request, calls)
+                    if made is None:
                         continue
-                    if not isinstance(found, OutputFormat):
-                        raise TypeError(f"expected an OutputFormat or None, got {shown(found)}")
-                    undo.callback(found.close)
-                    markers = markers or found.markers
+                    if not isinstance(made, OutputFormat):
+                        raise TypeError(f"expected an OutputFormat or None, got {shown(made)}")
+                    undo.callback(made.close)
+                    markers = markers or made.markers
                 except RequestError:
                     raise
                 except BaseException as cause:
                     name = request.request_id
                     raise self._refusal(half, "output_format", name, cause) from cause
-                formats.append(BoundFormat(half.name, found, half.fault))
+                formats.append(BoundFormat(half.name, made, half.fault))
             undo.pop_all()
         return OutputFormats(formats, markers, calls) if formats else None
 
@@ -348,14 +348,14 @@ class FrontendParts:
     def _used(
         self, halves: Sequence[BoundFrontendHalf], request: EngineCoreRequest
     ) -> list[BoundFrontendHalf]:
-        """Return those of some halves that a request uses, by the fields that it sets."""
+        """Return the halves that a request uses, by the fields that it sets."""
         fields = self._fields.set_in(request) if halves else ()
-        return [one for one in halves if not (one.for_fields and one.for_fields.isdisjoint(fields))]
+        return [h for h in halves if not (h.for_fields and h.for_fields.isdisjoint(fields))]
 
     def users_of(self, half: BoundFrontendHalf) -> list[str]:
-        """Return the ids of live requests whose answers a half may validate."""
+        """Return the ids of live requests with answers that a half may validate."""
         requests = [validator.args[0] for validator in list(self._validators)]
-        return [one.request_id for one in requests if half.serves(one.generation)]
+        return [request.request_id for request in requests if half.serves(request.generation)]
 
     def _refusal(
         self, half: BoundFrontendHalf, method: str, request_id: str, cause: BaseException
@@ -370,8 +370,8 @@ class FrontendParts:
             try:
                 if not half.serves(request.generation) or not half.half.reads_answer(request):
                     continue
-                found: str | None = half.half.validate(request, answer)
-                flaw = checked(found, FrontendHalf, "validate()", half.source)
+                result: str | None = half.half.validate(request, answer)
+                flaw = checked(result, FrontendHalf, "validate()", half.source)
             except BaseException as cause:
                 flaw = f"the answer cannot be validated: {half.fault('validate', cause)}"
                 self._record(half.name, request.request_id, flaw)
@@ -392,24 +392,24 @@ def _readers(halves: Sequence[BoundFrontendHalf]) -> dict[str, BoundFrontendHalf
     Raises:
         PluginConflictError: two have the same key.
     """
-    found: dict[str, BoundFrontendHalf] = {}
+    readers: dict[str, BoundFrontendHalf] = {}
     for half in halves:
         for key in half.half.prompt_keys if half.overrides("read_prompt") else ():
-            if (other := found.setdefault(key, half)) is not half:
+            if (other := readers.setdefault(key, half)) is not half:
                 raise PluginConflictError(
                     f"{other.source} and {half.source} both read prompts with {key!r}; expected "
                     f"one of them"
                 )
-    return found
+    return readers
 
 
 def _observer(half: BoundFrontendHalf) -> OutputObserver | None:
     name = f"{half.source}: its observer()"
     with faults_as(PluginFaultError, name, passing=(HardpointError,)):
-        found = half.half.observer()
-        if found is not None and not isinstance(found, OutputObserver):
-            raise TypeError(f"expected an OutputObserver or None, got {shown(found)}")
-    return found
+        observer = half.half.observer()
+        if observer is not None and not isinstance(observer, OutputObserver):
+            raise TypeError(f"expected an OutputObserver or None, got {shown(observer)}")
+    return observer
 
 
 def _record_nowhere(part: str, request_id: str, message: str) -> None:
@@ -428,7 +428,7 @@ def frontend_parts(
 ) -> FrontendParts:
     """Build the frontend halves of all enabled parts, in their order.
 
-    A part whose class has no `frontend_half` is not built here.
+    A part of a class without `frontend_half` is not built here.
 
     Args:
         plugins: the enabled plugins.
@@ -457,13 +457,13 @@ def frontend_parts(
     def open_new(
         plugins: PluginSet, entries: Sequence[PluginEntry], config: EngineConfig
     ) -> list[BoundFrontendHalf]:
-        own = [
+        frontend_entries = [
             entry
             for entry in entries
             if plugins.target(entry).frontend_half is not StepPart.frontend_half
         ]
         fields, cls = {**about, "config": config}, BoundFrontendHalf
-        return open_halves(plugins, own, fields, lambda _part: context, cls, bind)
+        return open_halves(plugins, frontend_entries, fields, lambda _part: context, cls, bind)
 
     def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
         return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))

@@ -45,7 +45,7 @@ class PartGates:
         self._held: dict[str, _Costs] = {}  # of each that runs
 
     def holds(self, request: Request) -> bool:
-        """Return whether a part has a gate for a request, or counts what it costs."""
+        """Return whether a part has a gate for a request, or counts its cost."""
         if not (parts := self._parts_of(request.request_id)):
             return False
         return any(part.overrides("gate") or part.overrides("cost") for part in parts)
@@ -67,7 +67,7 @@ class PartGates:
             for name, amount in cost.items():
                 if amount > part.capacity.get(name, 0):
                     raise RequestError(
-                        f"{part.source}: it needs {amount} of {name}, of which there are "
+                        f"{part.source}: it needs {amount} of {name}, expected at most "
                         f"{part.capacity.get(name, 0)}"
                     )
         return None
@@ -108,7 +108,7 @@ class PartGates:
             self._used[part.key].subtract(cost)
 
     def forget(self, request_id: str) -> None:
-        """Forget which gates a request has passed, and what it costs."""
+        """Forget the passed gates of a request, and its cost."""
         self._num_passed.pop(request_id, None)
         self._costs.pop(request_id, None)
 
@@ -129,20 +129,20 @@ class PartTransfers:
     """
 
     def __init__(self, part: BoundPart, faults: dict[str, RequestFault]) -> None:
-        """Call `part`; `faults` gets those that end a request."""
+        """Call `part`; `faults` gets the faults that end a request."""
         self._part, self._faults = part, faults
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded, and whether between steps."""
-        found = self._call("get_num_new_matched_tokens", request, num_computed_tokens)
-        if found is None:
+        result = self._call("get_num_new_matched_tokens", request, num_computed_tokens)
+        if result is None:
             return 0, False
-        if (defect := matched_defect(found)) is not None:
+        if (defect := matched_defect(result)) is not None:
             self._fault(request, f"its get_num_new_matched_tokens() {defect}")
             return 0, False
-        matched: tuple[int | None, bool] = found
+        matched: tuple[int | None, bool] = result
         return matched
 
     def update_state_after_alloc(
@@ -155,13 +155,13 @@ class PartTransfers:
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, Mapping[str, Any] | None]:
         """Record the end of a request; return whether its blocks are kept, and its parameters."""
-        kept = self._call("request_finished", request, block_ids)
-        if kept is None:
+        result = self._call("request_finished", request, block_ids)
+        if result is None:
             return False, None
-        if (defect := kept_defect(kept)) is not None:
+        if (defect := kept_defect(result)) is not None:
             self._fault(request, f"its request_finished() {defect}")
             return False, None
-        keep, params = kept
+        keep, params = result
         return keep, params
 
     def _call(self, method: str, request: Request, *args: Any) -> Any:
@@ -198,12 +198,12 @@ def part_transfers(
 ) -> PartTransfers | None:
     """Return the loads and saves of the part that moves blocks; None if there is none."""
     loading = [part for part in parts if part.overrides("get_num_new_matched_tokens")]
-    found = _only(loading, "load blocks of the KV cache")
-    return None if found is None else PartTransfers(found, faults)
+    transferring = _only(loading, "load blocks of the KV cache")
+    return None if transferring is None else PartTransfers(transferring, faults)
 
 
 def without_data(request: EngineCoreRequest) -> EngineCoreRequest:
-    """Return a request without what the encoder gets, as schedulers and workers have it."""
+    """Return a request without encoder data, as schedulers and workers have it."""
     features = [msgspec.structs.replace(feature, data=None) for feature in request.features]
     return msgspec.structs.replace(request, features=features)
 
@@ -211,14 +211,14 @@ def without_data(request: EngineCoreRequest) -> EngineCoreRequest:
 def part_encoder_cache(parts: Sequence[BoundPart]) -> tuple[EncoderCache | None, int]:
     """Return the cache of the part that encodes features, and the most tokens that a step may."""
     encoding = [part for part in parts if part.half.encoder_cache is not None]
-    found = _only(encoding, "encode features")
-    return (None, 0) if found is None else (found.half.encoder_cache, found.half.max_encoder_tokens)
+    part = _only(encoding, "encode features")
+    return (None, 0) if part is None else (part.half.encoder_cache, part.half.max_encoder_tokens)
 
 
-def _only(parts: Sequence[BoundPart], what: str) -> BoundPart | None:
+def _only(parts: Sequence[BoundPart], action: str) -> BoundPart | None:
     if len(parts) > 1:
         names = " and ".join(str(part.source) for part in parts)
-        raise PluginConflictError(f"{names} both {what}; expected one of them")
+        raise PluginConflictError(f"{names} both {action}; expected one of them")
     return parts[0] if parts else None
 
 
@@ -237,9 +237,9 @@ class MovingHalves:
         """Give the parts the handshakes of their worker halves, of each rank."""
         for part in self._parts:
             if part.overrides("started"):
-                own = [handshake.get(part.name) for handshake in handshakes]
+                part_handshakes = [handshake.get(part.name) for handshake in handshakes]
                 with faults_as(PluginFaultError, f"{part.source}: its started()"):
-                    part.run("started", own)
+                    part.run("started", part_handshakes)
 
     def start_failed(self, cause: BaseException) -> None:
         """Let the parts go on without their worker halves.

@@ -41,7 +41,7 @@ class HookTable:
 
     Attributes:
         defaults: class that has all hooks, each with a default.
-        protocols: those that a half of another class implements; none if there is no other class.
+        protocols: protocols for halves of other classes; none if there is no other class.
         place: where the halves are, for messages.
         other: class with the hooks of the halves in another process.
     """
@@ -63,8 +63,8 @@ class HookTable:
         return frozenset(
             name
             for name in self.names
-            if (own := getattr(cls, name, _ABSENT)) is not _ABSENT
-            and all(own is not vars(interface).get(name, _ABSENT) for interface in interfaces)
+            if (member := getattr(cls, name, _ABSENT)) is not _ABSENT
+            and all(member is not vars(interface).get(name, _ABSENT) for interface in interfaces)
         )
 
     def completed(self, half: Any, implemented: Collection[str] | None = None) -> Any:
@@ -72,12 +72,12 @@ class HookTable:
 
         Args:
             half: to complete.
-            implemented: what `implemented` returned for it, if it is known.
+            implemented: the result of `implemented` for it, if known.
         """
         if isinstance(half, self.defaults):
             return half
-        own = self.implemented(half) if implemented is None else implemented
-        return CompletedHalf(half, self.defaults(), own)
+        hooks = self.implemented(half) if implemented is None else implemented
+        return CompletedHalf(half, self.defaults(), hooks)
 
     def defect(self, half: object) -> str | None:
         """Return why an object cannot be a half, as the end of a sentence; None if it can."""
@@ -90,7 +90,7 @@ class HookTable:
             return f"{described} {wrong}"
         if is_complete:
             return None
-        own = self.implemented(half) | (getattr(half, "__dict__", {}).keys() & {*self.names})
+        present = self.implemented(half) | (getattr(half, "__dict__", {}).keys() & {*self.names})
         for protocol in self.protocols:
             required = sorted(required_members(protocol))
             lacking = [name for name in required if not hasattr(half, name)]
@@ -100,12 +100,12 @@ class HookTable:
                     f"{described} that has {first}, and no {' and no '.join(lacking)}; expected "
                     f"all of {protocol.__name__}: {', '.join(required)}"
                 )
-        for wrong in self.misnamed(half, own):
+        for wrong in self.misnamed(half, present):
             return (
                 f"{described} whose {wrong}; expected a hook, or a name with a leading "
                 f"underscore, which is not called"
             )
-        if not own - {"close", *_FILTERS}:
+        if not present - {"close", *_FILTERS}:
             hooks = ", ".join(sorted({*self.names} - {"close", *_FILTERS}))
             return (
                 f"{described} without a hook, expected {self._article} or None; the hooks of a "
@@ -127,14 +127,14 @@ class HookTable:
                 return f"that has {attribute} and uses(); expected one of them"
         return None
 
-    def misnamed(self, half: object, own: Collection[str] = ()) -> Iterator[str]:
+    def misnamed(self, half: object, present: Collection[str] = ()) -> Iterator[str]:
         """Yield a text about each public method of a half with nearly the name of a hook.
 
         Args:
             half: half to look at.
-            own: hooks that it has, for which no method is taken.
+            present: hooks that it has, for which no method is taken.
         """
-        missing = [name for name in self.names if name not in own]
+        missing = [name for name in self.names if name not in present]
         for name in dir(type(half)):
             is_other = name.startswith("_") or name in self.names
             if is_other or not callable(getattr(type(half), name, None)):
@@ -151,7 +151,7 @@ class HookTable:
 
 
 class CompletedHalf:
-    """A half with all hooks: its own, and the defaults of those that it does not have.
+    """A half with all hooks: its own, and defaults for missing ones.
 
     Attributes:
         original: the half.
@@ -200,7 +200,7 @@ def selecting_fields(half: object) -> frozenset[str]:
 
 
 def selects(half: object, request: EngineCoreRequest) -> bool:
-    """Return whether a half declares no fields that select requests, or one that a request has."""
+    """Return whether a half declares no selecting fields, or a request has one of its fields."""
     paths = selecting_fields(half)
     return not paths or bool(SelectingFields(paths).set_in(request))
 
@@ -209,7 +209,6 @@ class SelectingFields:
     """Finds out which of the fields that select requests have a value in a request."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        """Compare the fields with these paths, of `selecting_fields`."""
         defaults = {
             path + name: default
             for path, struct in _FILTERS.values()
@@ -219,7 +218,7 @@ class SelectingFields:
 
     def set_in(self, request: EngineCoreRequest) -> set[str]:
         """Return the paths of the fields that have another value than their default."""
-        found = set()
+        paths = set()
         for path, read, default in self._fields:
             value = read(request)
             if default is None:  # which an array cannot be compared with
@@ -227,8 +226,8 @@ class SelectingFields:
             else:  # one that is empty is as good as another that is
                 is_set = value != default if default else bool(value)
             if is_set:
-                found.add(path)
-        return found
+                paths.add(path)
+        return paths
 
 
 FRONTEND_HOOKS = HookTable(FrontendHalf)

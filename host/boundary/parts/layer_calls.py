@@ -19,7 +19,7 @@ Users = Mapping[BoundWorkerHalf, tuple[list[int], StepRows]]
 
 
 class LayerCalls:
-    """Calls halves with the tokens of their own requests, and puts back what they change."""
+    """Calls halves with the tokens of their own requests, and writes back their changes."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class LayerCalls:
         Args:
             is_called: whether one of them still is.
             run: calls a method of a half.
-            changed: returns values of which a half has changed its own rows.
+            changed: returns values with the rows of a half as it changed them.
             leave_out: leaves a half out of the rest of the step.
         """
         self._users, self._is_called = users, is_called
@@ -73,37 +73,37 @@ class LayerCalls:
     ) -> torch.Tensor:
         """Return the product of a linear layer as the halves change it."""
         for half, indices, rows in self._with("linear"):
-            own = x if len(indices) == len(x) else x[indices]
-            y = self._changed(half, "linear", y, indices, rows, before=(parts, own))
+            inputs = x if len(indices) == len(x) else x[indices]
+            y = self._changed(half, "linear", y, indices, rows, before=(parts, inputs))
         return y
 
     def added(
         self, layer: int, branch: Branch, residual: torch.Tensor, delta: torch.Tensor
     ) -> None:
-        """Let halves change a residual stream, and what is added to it, in place."""
+        """Let halves change a residual stream and the summand of a layer, in place."""
         for half, indices, rows in self._with("added"):
             layers = self._layers[half]
             if not indices or not (layers is None or layer in layers):
                 continue
             is_all = len(indices) == len(delta)
-            own = (residual, delta) if is_all else (residual[indices], delta[indices])
-            found = self._run(half, "added", layer, branch, *own, rows)
-            if found is None:
+            pair = (residual, delta) if is_all else (residual[indices], delta[indices])
+            result = self._run(half, "added", layer, branch, *pair, rows)
+            if result is None:
                 continue
-            if not _fits(found, own[1].shape):
-                expected = f"two tensors {list(own[1].shape)} or None"
-                self._leave_out(half, "added", f"gave {form_of(found)}, expected {expected}")
+            if not _fits(result, pair[1].shape):
+                expected = f"two tensors {list(pair[1].shape)} or None"
+                self._leave_out(half, "added", f"gave {form_of(result)}, expected {expected}")
                 continue
-            for values, changed in zip((residual, delta), found, strict=True):
+            for values, changed in zip((residual, delta), result, strict=True):
                 if is_all:
                     values.copy_(changed)
                 else:
                     values[indices] = changed.to(values.dtype)
 
 
-def _fits(found: Any, shape: torch.Size) -> bool:
+def _fits(value: Any, shape: torch.Size) -> bool:
     return (
-        isinstance(found, tuple)
-        and len(found) == 2
-        and all(isinstance(part, torch.Tensor) and part.shape == shape for part in found)
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(part, torch.Tensor) and part.shape == shape for part in value)
     )

@@ -44,15 +44,15 @@ class Observers:
 
         Args:
             observers: each with the name of its part, and the description of its faults.
-            faults: counts their faults, and those of the components that they drive.
+            faults: counts their faults, and the faults of the components that they drive.
             clock: seconds.
         """
         self._observers, self.exist = list(observers), bool(observers)
         self._updates = [observer.update for _, observer, _ in observers]
         self._faults, self._clock = faults or StepFaults(), clock
         self._reported_at = clock()
-        intervals = [one.interval_seconds for _, one, _ in observers]
-        self.interval_seconds = min((one for one in intervals if one is not None), default=None)
+        intervals = [observer.interval_seconds for _, observer, _ in observers]
+        self.interval_seconds = min((s for s in intervals if s is not None), default=None)
 
     def __bool__(self) -> bool:
         return self.exist
@@ -86,18 +86,18 @@ class Observers:
         for (name, observer, describe), state in zip(self._observers, states, strict=True):
             if state is not _LOST:
                 try:
-                    found = observer.end(state, reason)
+                    result = observer.end(state, reason)
                 except BaseException as cause:
                     self._note(name, describe("end", cause), cause)
                 else:
-                    metrics = metrics or found
+                    metrics = metrics or result
         return metrics
 
     def flush(self) -> None:
         """Report a batch.
 
         Raises:
-            PluginFaultError: a component whose faults end the engine failed; all were called.
+            PluginFaultError: a component with faults of scope engine failed; all were called.
         """
         self._call("flush")
 

@@ -85,7 +85,7 @@ def open_worker_parts(
         about: fields of the context of the parts.
         context: context of the halves.
         activity: records the methods that run.
-        samples: whether the result of a step is that of this rank.
+        samples: whether this rank gives the result of a step.
 
     Raises:
         PluginError: one cannot be built; the others are closed.
@@ -108,7 +108,7 @@ def opening(
     cls: type[BoundT],
     bind: Callable[[StepPart, Any, Source], BoundT],
 ) -> OpenHalves[BoundT]:
-    """Return the function that opens halves for a live change, as those of the start were.
+    """Return the function that opens halves for a live change, as at the start.
 
     Args:
         about: fields of the context of the parts.
@@ -123,7 +123,7 @@ def opening(
     ) -> list[BoundT]:
         components: Any = context.components
         new = dataclasses.replace(context, components=components.of(plugins))
-        own = {**about, "config": config}
-        return open_halves(plugins, entries, own, context_of(new), cls, bind)
+        fields = {**about, "config": config}
+        return open_halves(plugins, entries, fields, context_of(new), cls, bind)
 
     return open_new

@@ -31,7 +31,7 @@ class BoundFormat(NamedTuple):
 
 
 class BoundReader:
-    """A reader whose faults name its part.
+    """A reader with faults that name its part.
 
     Attributes:
         special, may_end: see `OutputReader`.
@@ -65,10 +65,10 @@ class BoundReader:
 
     def result(self, output: RequestOutput) -> AnyOutput | None:
         """Return the replacement of an output."""
-        found = self._call("result", output)
-        if isinstance(found, RequestOutput | PoolingRequestOutput | None):
-            return found
-        cause = TypeError(f"expected an output or None, got {shown(found)}")
+        replacement = self._call("result", output)
+        if isinstance(replacement, RequestOutput | PoolingRequestOutput | None):
+            return replacement
+        cause = TypeError(f"expected an output or None, got {shown(replacement)}")
         raise _fault(self._bound, "result", cause)
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
@@ -96,8 +96,8 @@ class OutputFormats:
     ) -> None:
         self._formats, self._holders = formats, 1
         self.markers, self.requested = markers, requested
-        found = (bound.format for bound in formats if bound.format.calls is not None)
-        finding = next(found, OutputFormat())
+        with_calls = (bound.format for bound in formats if bound.format.calls is not None)
+        finding = next(with_calls, OutputFormat())
         self.calls, self.answer = finding.calls, finding.answer
 
     def open(self, request: EngineCoreRequest) -> list[BoundReader]:

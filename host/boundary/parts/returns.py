@@ -52,7 +52,7 @@ def cost_defect(cost: Any) -> str | None:
     """Return the defect of a request's cost, as the end of a sentence; None if it has none.
 
     Args:
-        cost: what cost() returned.
+        cost: the result of cost().
     """
     if isinstance(cost, Mapping) and all(
         isinstance(name, str) and isinstance(amount, int) and amount >= 0
@@ -66,7 +66,7 @@ def matched_defect(matched: Any) -> str | None:
     """Return the defect of a match of stored tokens, as the end of a sentence; None if it has none.
 
     Args:
-        matched: what get_num_new_matched_tokens() returned.
+        matched: the result of get_num_new_matched_tokens().
     """
     if isinstance(matched, tuple) and len(matched) == 2:
         count = matched[0]
@@ -75,24 +75,24 @@ def matched_defect(matched: Any) -> str | None:
     return f"gave {shown(matched)}, expected tokens >= 0 or None, and whether between steps"
 
 
-def kept_defect(kept: Any) -> str | None:
+def kept_defect(answer: Any) -> str | None:
     """Return the defect of the answer to an ended request, as the end of a sentence, or None.
 
     Args:
-        kept: what request_finished() returned.
+        answer: the result of request_finished().
     """
-    if isinstance(kept, tuple) and len(kept) == 2:
-        keep, params = kept
+    if isinstance(answer, tuple) and len(answer) == 2:
+        keep, params = answer
         if isinstance(keep, bool) and (params is None or isinstance(params, Mapping)):
             return None
-    return f"gave {shown(kept)}, expected whether blocks are kept, and a mapping or None"
+    return f"gave {shown(answer)}, expected whether blocks are kept, and a mapping or None"
 
 
 def names_defect(names: Any) -> str | None:
     """Return the defect of request ids, as the end of a sentence; None if they have none.
 
     Args:
-        names: what needs_results() returned.
+        names: the result of needs_results().
     """
     if isinstance(names, Collection) and not isinstance(names, str):
         return None
@@ -103,7 +103,7 @@ def drafts_defect(drafts: Any, users: Collection[str], limit: int, vocab_size: i
     """Return the defect of drafts, as the end of a sentence; None if they have none.
 
     Args:
-        drafts: what drafts() returned.
+        drafts: the result of drafts().
         users: requests that use the part.
         limit: the part's num_draft_tokens.
         vocab_size: vocabulary size of the model.
@@ -128,8 +128,8 @@ def draft_limits_defect(limits: Any, drafts: Mapping[str, Sequence[int]]) -> str
     """Return the defect of numbers of drafts, as the end of a sentence; None if they have none.
 
     Args:
-        limits: what limit_drafts() returned.
-        drafts: what it was given.
+        limits: the result of limit_drafts().
+        drafts: its argument.
     """
     if not isinstance(limits, Mapping):
         return f"gave {shown(limits)}, expected a number of drafts by request id"
@@ -145,8 +145,8 @@ def result_defect(faults: Any, users: Collection[str]) -> str | None:
     """Return the defect of a part's answer to a result, as the end of a sentence; None if none.
 
     Args:
-        faults: what result() returned.
-        users: requests that use the part, also those that have ended since their plan.
+        faults: the result of result().
+        users: requests that use the part, also the ones that have ended since their plan.
     """
     if faults is None:
         return None
@@ -162,7 +162,7 @@ def faults_defect(faults: Any, users: Collection[str]) -> str | None:
     """Return the defect of faults by request, as the end of a sentence; None if they have none.
 
     Args:
-        faults: what workers_started() returned.
+        faults: the result of workers_started().
         users: requests that use the part.
     """
     if isinstance(faults, Mapping) and all(
@@ -176,7 +176,7 @@ def reason_defect(reason: Any) -> str | None:
     """Return the defect of a reason to wait, as the end of a sentence; None if it has none.
 
     Args:
-        reason: what gate() returned.
+        reason: the result of gate().
     """
     if reason is None or isinstance(reason, str | WaitReason | Finish):
         return None

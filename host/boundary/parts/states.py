@@ -27,12 +27,12 @@ class Half(Protocol):
 
 
 def states_of(components: Iterable[Component]) -> States:
-    """Return the states of those components that have one. Never raises."""
-    found: States = {}
+    """Return the states of the components that have one. Never raises."""
+    states: States = {}
     for component in components:
         if (state := state_of(component)) is not None:
-            found[component.name] = state
-    return found
+            states[component.name] = state
+    return states
 
 
 def states_of_parts(halves: Iterable[Half], process: str) -> States:
@@ -42,6 +42,6 @@ def states_of_parts(halves: Iterable[Half], process: str) -> States:
 
 
 def joined_states(first: Mapping[str, Any], second: Mapping[str, Any]) -> States:
-    """Return the states of several processes; those of a step part stand side by side."""
+    """Return the states of several processes; the states of a step part stand side by side."""
     names = dict.fromkeys((*first, *second))
     return {name: {**first.get(name, {}), **second.get(name, {})} for name in names}

@@ -58,7 +58,7 @@ class WorkerParts:
         work_when_idle: whether a half has `idle`.
         open: opens the halves of further parts.
         observer: shows the logits of this step to halves that read them; None without such ones.
-        verifier: half that verifies drafts, the last one that can.
+        verifier: the last half that can verify drafts.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WorkerParts:
         """Bind the halves, in the order of their calls.
 
         Args:
-            samples: whether the result of a step is that of this rank.
+            samples: whether this rank gives the result of a step.
         """
         self.open: OpenHalves[BoundWorkerHalf] | None = None
         self._known: dict[str, set[str]] = {}  # live users of parts with `only_users`
@@ -87,7 +87,7 @@ class WorkerParts:
 
     @property
     def halves(self) -> Sequence[BoundWorkerHalf]:
-        """Those of all generations of the plugins that are in use, in the order of their calls."""
+        """All halves in use, of every plugin generation, in the order of their calls."""
         return self._halves
 
     def use(self, halves: Sequence[BoundWorkerHalf]) -> None:
@@ -111,7 +111,7 @@ class WorkerParts:
         return readers[0].key if readers else None
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes that the halves are going to allocate, by what they are for.
+        """Return the bytes that the halves are going to allocate, by purpose.
 
         Raises:
             PluginFaultError: a half failed, or returned something else.
@@ -120,8 +120,8 @@ class WorkerParts:
         for half in [half for half in self._halves if half.overrides("memory")]:
             sizes = half.checked("memory")
             if not isinstance(sizes, Mapping) or not all(
-                isinstance(what, str) and type(size) is int and size >= 0
-                for what, size in sizes.items()
+                isinstance(name, str) and type(size) is int and size >= 0
+                for name, size in sizes.items()
             ):
                 raise half.wrong("memory", sizes, "expected bytes by name")
             total.update(sizes)
@@ -165,7 +165,7 @@ class WorkerParts:
                     stack.callback(half.checked, "cache_released")
 
     def with_memory(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Return views of each layer's blocks, and of what halves keep of them.
+        """Return views of each layer's blocks, and of the halves' memory for them.
 
         Raises:
             PluginFaultError: a half failed, or returned something else.
@@ -178,8 +178,8 @@ class WorkerParts:
                 if not has_all or not all(map(is_block_view, memory, firsts)):
                     expected = f"{len(result)} uint8 tensors [num_blocks, bytes]"
                     raise wrong_result(half.source, "block_memory", memory, expected)
-                for own, view in zip(result, memory, strict=True):
-                    own.append(view)
+                for views, view in zip(result, memory, strict=True):
+                    views.append(view)
         return result
 
     def finished(self, request_ids: Collection[str]) -> None:
@@ -231,11 +231,11 @@ class WorkerParts:
             PluginContractError: it does not.
         """
         for half in self._halves:
-            for method, what in _HOOKS.items():
+            for method, target in _HOOKS.items():
                 is_here = method != "embedded" or parallel.is_first
                 if half.overrides(method) and is_here and method not in model.called_hooks:
                     raise PluginContractError(
-                        f"{half.source}: it changes {what}, and {model.source} does not call "
+                        f"{half.source}: it changes {target}, and {model.source} does not call "
                         f"ModelContext.hooks.{method}{_CALLERS[method]}"
                     )
 
@@ -327,10 +327,10 @@ class WorkerParts:
         self, half: BoundWorkerHalf, requests: Sequence[LogitsRequest], starts: Iterable[int]
     ) -> tuple[list[int], StepRows]:
         spans = zip(requests, itertools.pairwise(map(int, starts)), strict=True)
-        own = [(x.request_id, *at) for x, at in spans if self._is_user(half, x.request_id)]
-        lengths = [end - start for _, start, end in own]
-        rows = StepRows([name for name, *_ in own], [0, *itertools.accumulate(lengths)])
-        return [row for _, start, end in own for row in range(start, end)], rows
+        user_spans = [(x.request_id, *at) for x, at in spans if self._is_user(half, x.request_id)]
+        lengths = [end - start for _, start, end in user_spans]
+        rows = StepRows([name for name, *_ in user_spans], [0, *itertools.accumulate(lengths)])
+        return [row for _, start, end in user_spans for row in range(start, end)], rows
 
     def after_layers(self) -> None:
         """Notify the halves that all layers of a step are computed."""
@@ -359,8 +359,8 @@ class WorkerParts:
         for half in list(self._active):
             if half.overrides("logits"):
                 rows = enumerate(request.request_id for request in requests)
-                own = {row: name for row, name in rows if self._is_user(half, name)}
-                logits = self._changed(half, "logits", logits, list(own), list(own.values()))
+                users = {row: name for row, name in rows if self._is_user(half, name)}
+                logits = self._changed(half, "logits", logits, list(users), list(users.values()))
         return logits
 
     def _processed(
@@ -370,9 +370,9 @@ class WorkerParts:
         for half in list(self._active):
             if half.overrides("processed"):
                 names = enumerate(request.request_id for request in requests)
-                own = [row for row, name in names if self._is_user(half, name)]
-                if own:
-                    self._run(half, "processed", stage, logits[own], [requests[i] for i in own])
+                rows = [row for row, name in names if self._is_user(half, name)]
+                if rows:
+                    self._run(half, "processed", stage, logits[rows], [requests[i] for i in rows])
 
     def _is_user(self, half: BoundWorkerHalf, request_id: str) -> bool:
         users = self._users[half.key]
@@ -387,7 +387,7 @@ class WorkerParts:
         rows: Any,
         before: tuple[Any, ...] = (),
     ) -> torch.Tensor:
-        """Return values of which a half has changed its own rows; others' it never gets.
+        """Return values with the rows of a half as it changed them; it never gets other rows.
 
         Args:
             method: name of the half's method.
@@ -398,12 +398,12 @@ class WorkerParts:
         """
         if not indices:
             return values
-        own = values if len(indices) == len(values) else values[list(indices)]
-        changed = self._run(half, method, *before, own, rows)
+        selected = values if len(indices) == len(values) else values[list(indices)]
+        changed = self._run(half, method, *before, selected, rows)
         if changed is None:
             return values
-        if not isinstance(changed, torch.Tensor) or changed.shape != own.shape:
-            expected = f"a tensor {list(own.shape)} or None"
+        if not isinstance(changed, torch.Tensor) or changed.shape != selected.shape:
+            expected = f"a tensor {list(selected.shape)} or None"
             self._leave_out(half, method, f"gave {form_of(changed)}, expected {expected}")
             return values
         if len(indices) == len(values):
@@ -417,8 +417,8 @@ class WorkerParts:
         tokens = output.sampled_token_ids
         for half in list(self._active) if self._samples else ():
             if half.overrides("sampled"):
-                own = {name: tokens[name] for name in tokens if self._is_user(half, name)}
-                self._run(half, "sampled", own)
+                part_tokens = {name: tokens[name] for name in tokens if self._is_user(half, name)}
+                self._run(half, "sampled", part_tokens)
         for half in list(self._active):
             if half.overrides("report"):
                 report = self._run(half, "report")
@@ -467,7 +467,7 @@ class WorkerParts:
         """Leave a half out of the rest of the step.
 
         Raises:
-            PluginFaultError: the result of the step is that of another rank.
+            PluginFaultError: another rank gives the result of the step.
         """
         half.state.log()
         message = f"its {method}() {defect}"

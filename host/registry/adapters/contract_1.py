@@ -55,7 +55,7 @@ ReasoningContext = OutputParserContext
 
 
 class CachedBlock(msgspec.Struct, frozen=True, gc=False):
-    """A block whose content is cached, as `EvictionPolicy.released` of contract 1 gets it.
+    """A block with cached content, as `EvictionPolicy.released` of contract 1 gets it.
 
     Attributes:
         block_id: its number.
@@ -114,7 +114,7 @@ class ReasoningParser(OutputParser):
 
 
 class WholeOutput:
-    """The state of an output whose parser takes nothing less than all of it.
+    """The state of an output for a parser that reads complete outputs only.
 
     Attributes:
         in_reasoning: is not known before the end.
@@ -133,7 +133,7 @@ class WholeOutput:
         return ()
 
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
-        """Keep the text of a special token; that of a marker also if outputs do not show it."""
+        """Keep the text of a special token; the text of a marker also if outputs do not show it."""
         is_marker = token_id in self._parser.token_ids
         self._pieces.append(text or (self._special.get(token_id, "") if is_marker else ""))
         return ()
@@ -146,7 +146,7 @@ class WholeOutput:
 
 
 def adapt_earlier(target: Any, kind: PluginKind) -> Any:
-    """Return a class of contract 1 as one that the engine can run; anything else unchanged."""
+    """Return a class of contract 1 adapted to the engine; anything else unchanged."""
     is_earlier = kind.contract == _FOR + 1 and inspect.isclass(target)
     if not is_earlier or vars(target).get("contract") != _FOR or is_adapted(target):
         return target
@@ -154,8 +154,8 @@ def adapt_earlier(target: Any, kind: PluginKind) -> Any:
     if not fits(target):
         return target
     names = ("contract", "__module__", "__qualname__", "__doc__")
-    own = {name: vars(target)[name] for name in names if name in vars(target)}
-    return type(target)(target.__name__, (adapter, target), own)
+    namespace = {name: vars(target)[name] for name in names if name in vars(target)}
+    return type(target)(target.__name__, (adapter, target), namespace)
 
 
 def is_adapted(target: Any) -> bool:
@@ -174,7 +174,7 @@ def warn_of_earlier(enabled: Iterable[tuple[PluginKind, Source, Any]]) -> list[s
 
 
 def context_for(target: type, context: C) -> C:
-    """Return the context for a component of a class; an adapted class gets that of contract 1."""
+    """Return the context for a component of a class; of contract 1 for an adapted class."""
     return target.convert_context(context) if issubclass(target, _Adapter) else context
 
 
@@ -221,7 +221,7 @@ class _TransfersAsConnector(KVConnectorScheduler):
         return self._transfers.request_finished(request, block_ids)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> None:
-        """Return None: the data of a plan is that of the step part's `begin`."""
+        """Return None: the step part's `begin` gives the data of a plan."""
 
 
 class _KVCache:
@@ -308,7 +308,7 @@ class _ExecutorContext(ExecutorContext):
 
 
 class _Executor(_Adapter):
-    """An executor whose `start` may return the figures of the tightest worker alone."""
+    """An executor with a `start` that may return the figures of the tightest worker alone."""
 
     _has_started = False
 

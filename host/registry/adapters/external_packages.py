@@ -19,7 +19,7 @@ class ExternalPackage:
         distribution: its name.
         folder: its path in a clone of the repository.
         components: `kind/name` of its plugins.
-        engine: the other engine whose classes it adapts.
+        engine: the other engine with the classes that it adapts.
         module: the top-level module of that engine.
     """
 

@@ -156,7 +156,7 @@ class Decoder(Generic[T]):
         self._type = type_
         self._copy = not share_frames
         self._decoder = msgpack.Decoder(
-            prepared(type_), ext_hook=self._extension, dec_hook=_as_declared
+            prepared(type_), ext_hook=self._extension, dec_hook=self.convert
         )
         self._frames: Sequence[Buffer] = ()
         self._extensions = 0  # of this message, so far
@@ -184,6 +184,10 @@ class Decoder(Generic[T]):
         finally:
             self._frames = ()
         return message
+
+    def convert(self, _type: Any, value: Any) -> Any:
+        """Convert a value to a type that msgspec does not have."""
+        return value
 
     def _extension(self, code: int, payload: memoryview) -> Any:
         self._extensions += 1
@@ -226,10 +230,6 @@ def _is_tensor(value: Any) -> bool:
         return False
     torch = sys.modules.get("torch")
     return torch is not None and (kind is torch.Tensor or kind is torch.nn.Parameter)
-
-
-def _as_declared(_type: Any, value: Any) -> Any:
-    return value
 
 
 def _steps_to(value: Any, wanted: object) -> list[str] | None:

@@ -45,7 +45,7 @@ def explain(cause: Exception, type_: Any, name: str | None = None) -> str:
 
     Args:
         cause: one of MALFORMED.
-        name: name of the message, if not that of its type.
+        name: name of the message, if not the name of its type.
     """
     name = name or type_name(type_)
     if isinstance(cause, RecursionError):
@@ -70,7 +70,7 @@ def field_path(type_: Any, steps: list[str], name: str | None = None) -> str:
     Args:
         type_: type of the message.
         steps: from the message down: `[2]` is an index, `[...]` any index, others are keys.
-        name: name of the message, if not that of its type.
+        name: name of the message, if not the name of its type.
     """
     info: types.Type | None = type_info(type_) if steps else None
     path = name or type_name(type_)

@@ -186,7 +186,7 @@ def array_from(header: TensorHeader, data: Buffer, *, copy: bool) -> np.ndarray[
     """Return an array made of the bytes of a frame.
 
     Args:
-        copy: the array gets memory of its own; else it shares that of `data`, read-only.
+        copy: the array gets memory of its own; else it shares the memory of `data`, read-only.
 
     Raises:
         WireError: the header does not fit the bytes.
@@ -210,7 +210,7 @@ def _check_size(header: TensorHeader, itemsize: int, got: int) -> None:
     if got == expected and got:  # so many bytes are in memory
         return
     if math.prod(filter(None, header.shape)) * itemsize > _MAX_BYTES:
-        raise WireError(f"shape: expected one that memory can hold, got {header.shape}")
+        raise WireError(f"shape: expected a shape that memory can hold, got {header.shape}")
     if got != expected:
         raise WireError(
             f"data: expected {expected} bytes for shape {header.shape} of {header.dtype}, got {got}"

@@ -36,10 +36,10 @@ class AdaptedComponent:
 class ComponentAdapter(Component):
     """Makes components of objects that derive from no interface of Hardpoint.
 
-    The loader calls enabled adapters in their order: the built-in ones, then those of
+    The loader calls enabled adapters in their order: the built-in ones, then the adapters in
     `plugins.enable`. The first adapter that matches an object makes the component, in each process
     that loads it. An adapter is never built: its methods are class methods, and it has no options.
-    `[plugin.NAME]` of an adapted component has those of the returned class.
+    `[plugin.NAME]` of an adapted component has the options of the returned class.
     """
 
     @classmethod

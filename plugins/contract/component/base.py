@@ -14,7 +14,7 @@ _NO_DISTRIBUTION = "no distribution"
 
 @dataclass(frozen=True)
 class Source:
-    """Identity of a component and what enabled it, for messages.
+    """Identity of a component and the setting that enabled it, for messages.
 
     Attributes:
         name: under which it is enabled.
@@ -51,7 +51,7 @@ Progress = Callable[[str, int, int], None]
 """Progress callback `(what, done, total)` of long work; `done == total` ends it."""
 
 
-def no_progress(what: str, done: int, total: int) -> None:
+def no_progress(activity: str, done: int, total: int) -> None:
     """Report no progress."""
 
 
@@ -68,7 +68,7 @@ class Context(Generic[ComponentT_co]):
         name: under which the configuration enables the component.
         options: the component's own `Options`, checked.
         source: its identity in messages; None if the context was made by hand.
-        creator: what `create` calls; None if the context was made by hand.
+        creator: the function behind `create`; None if the context was made by hand.
         reason: why another component, which the engine prefers, is not used; empty if there is
             none.
     """
@@ -86,7 +86,7 @@ class Context(Generic[ComponentT_co]):
         options of its own table, `[plugin.<name>]`.
 
         Args:
-            use: entry-point name or FQCN, one of those that `Component.wraps` returns.
+            use: entry-point name or FQCN, one of the results of `Component.wraps`.
 
         Raises:
             PluginError: it cannot be built, or `wraps` does not return it.
@@ -104,14 +104,14 @@ class NoOptions(typed.Options):
 
 
 MAX_STATE_BYTES = 4096
-"""Size of what `Component.dump_state` returns as JSON, at most."""
+"""Maximum size of the JSON of `Component.dump_state`."""
 
 
 class Component(ABC):
     """Base of every interface in the contract.
 
     Options of its own are a class `Options` in its body, derived from `hardpoint.plugins.Options`;
-    with `options: Options` after it, a type checker knows what `self.options` is.
+    with `options: Options` after it, a type checker knows the type of `self.options`.
 
     A component states `contract = 1`, or 2, in its own class body: the version of its kind's
     contract that it implements. Subclasses do not inherit it.

@@ -1,4 +1,4 @@
-"""Declarations of what interface methods must return, and of what follows where they do not.
+"""Declarations of the results of interface methods and of the reaction to wrong results.
 
 The guard around plugins, the conformance suites and the reference read it.
 """
@@ -20,7 +20,7 @@ _MARK = "__behaviour__"
 
 
 class UnusableError(Exception):
-    """A method returned what cannot be used; the text is what follows its name in a message."""
+    """A method returned a value that cannot be used; the text follows its name in a message."""
 
 
 def unusable(value: Any, problem: str, limit: int = 60) -> UnusableError:
@@ -33,9 +33,9 @@ class Returned:
     """The values that a method must return.
 
     Attributes:
-        text: what it is.
-        check: returns the value to use, given the value that the method returned, the arguments
-            that it got, and those of its caller. Raises UnusableError, or what the value raises.
+        text: description of the values.
+        check: returns the value to use, given the value that the method returned, its arguments,
+            and the caller's original arguments. Raises UnusableError or another exception.
     """
 
     text: str
@@ -44,10 +44,10 @@ class Returned:
 
 @dataclass(frozen=True)
 class Default:
-    """The value in place of that of a method that failed.
+    """Replacement of the result of a method that failed.
 
     Attributes:
-        text: what it is.
+        text: description of the replacement.
         decide: returns the value, given the arguments of the caller.
     """
 
@@ -57,13 +57,13 @@ class Default:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """The values a method returns, and what follows where it fails; a fault is counted in any case.
+    """The valid results of a method and the reaction to a fault; every fault is counted.
 
     Attributes:
-        returned: None for a method whose result is not used.
-        otherwise: decides in its place; None if the call fails with an error that names the plugin.
+        returned: None for a method with an unused result.
+        otherwise: decides instead; None if the call fails with an error that names the plugin.
         raises: exceptions that are meant for the caller.
-        refuses: what messages call the component; a fault refuses the request then. Empty if the
+        refuses: name of the component in messages; a fault rejects the request then. Empty if the
             error names the plugin as any other fault does.
         once: whether each component is asked once, and the result kept.
     """
@@ -79,10 +79,10 @@ class Behaviour:
         if self.returned is None:
             return "If it raises, the fault is counted, and nothing else follows."
         if self.otherwise is None:
-            what = "request is refused" if self.refuses else "call fails"
+            outcome = "request is refused" if self.refuses else "call fails"
             return (
-                f"Must return {self.returned.text}. If it returns anything else, or raises what is "
-                f"not stated here, the {what} with an error that names the plugin."
+                f"Must return {self.returned.text}. If it returns anything else, or raises an "
+                f"exception not stated here, the {outcome} with an error that names the plugin."
             )
         return (
             f"Must return {self.returned.text}. If it raises or returns anything else, the fault "
@@ -98,7 +98,7 @@ def returns(
     refuses: str = "",
     once: bool = False,
 ) -> Callable[[F], F]:
-    """Declare what a method returns, and what decides where it fails; as `Behaviour` has them."""
+    """Declare the valid results of a method and the reaction to a fault; see `Behaviour`."""
 
     def declare(method: F) -> F:
         setattr(method, _MARK, Behaviour(returned, otherwise, raises, refuses, once))
@@ -129,7 +129,7 @@ def behaviour_of(cls: type, method: str) -> Behaviour | None:
 def fitting(text: str, fits: Callable[[Any], bool]) -> Returned:
     """Return the declaration of values for which a function is true, described by `text`."""
 
-    def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+    def check(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Any:  # noqa: ARG001
         if not fits(value):
             raise UnusableError(f"gave {shown(value)}, expected {text}")
         return value
@@ -140,7 +140,7 @@ def fitting(text: str, fits: Callable[[Any], bool]) -> Returned:
 def instance(expected: type[Any]) -> Returned:
     """Return the declaration of instances of a class."""
 
-    def check(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+    def check(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Any:  # noqa: ARG001
         if not isinstance(value, expected):
             name = type(value).__name__
             raise UnusableError(f"returned {name}, expected {expected.__name__}")
@@ -156,7 +156,7 @@ def equals_itself(value: Any) -> bool:
     return bool(value == value)
 
 
-def _ordered(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+def _ordered(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Any:  # noqa: ARG001
     try:
         bool(value < value)
         is_equal = equals_itself(value)
@@ -167,7 +167,7 @@ def _ordered(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  #
     return value
 
 
-def _hashable(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Hashable:  # noqa: ARG001
+def _hashable(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Hashable:  # noqa: ARG001
     problem = ", expected something hashable that is equal to itself"
     try:
         hash(value)
@@ -179,7 +179,7 @@ def _hashable(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Hashab
     return value  # type: ignore[no-any-return]
 
 
-def _none_or_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str | None:  # noqa: ARG001
+def _none_or_text(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> str | None:  # noqa: ARG001
     if value is None:
         return None
     if isinstance(value, str) and (text := str.__str__(value)):  # a subclass may do anything
@@ -187,31 +187,31 @@ def _none_or_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> st
     raise unusable(value, ", expected None or the reason as a string that is not empty")
 
 
-def _one_of_first(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:
-    for one, original in zip(handed[0], given[0], strict=True):
-        if value is one:
+def _one_of_first(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Any:
+    for request, original in zip(args[0], originals[0], strict=True):
+        if value is request:
             return original
     raise unusable(value, ", which is not running")
 
 
-def _text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # noqa: ARG001
+def _text(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> str:  # noqa: ARG001
     if not isinstance(value, str):
         raise TypeError(f"expected a str, got {type(value).__name__}")
     value.encode()
     return value
 
 
-def _some_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str:  # noqa: ARG001
+def _some_text(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> str:  # noqa: ARG001
     if not isinstance(value, str):
         raise unusable(value, ", expected text", LONG)
     return value
 
 
-def _none_or_some_text(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str | None:
-    return None if value is None else _some_text(value, handed, given)
+def _none_or_some_text(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> str | None:
+    return None if value is None else _some_text(value, args, originals)
 
 
-def _token_ids(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[int]:  # noqa: ARG001
+def _token_ids(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> list[int]:  # noqa: ARG001
     try:
         ids = list(value)
         if set(map(type, ids)) != {int}:
@@ -233,27 +233,27 @@ def within(ids: Ids, limit: int) -> Ids:
     return ids
 
 
-def _number(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> int:  # noqa: ARG001
+def _number(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> int:  # noqa: ARG001
     if type(value) is not int or value < 1:
         raise unusable(value, ", expected a number of tokens", LONG)
     return value
 
 
-def _piece(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> str | None:  # noqa: ARG001
+def _piece(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> str | None:  # noqa: ARG001
     if value is not None and not isinstance(value, str):
         raise unusable(value, ", expected text or None", LONG)
     return value
 
 
-def _stream(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+def _stream(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Any:  # noqa: ARG001
     if not callable(getattr(value, "step", None)):
         raise unusable(value, ", which has no step()", LONG)
     return value
 
 
-def _block_ids(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[int]:  # noqa: ARG001
+def _block_ids(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> list[int]:  # noqa: ARG001
     # One more than wanted shows that there are too many, even in an endless iterator.
-    return [index(block) for block in islice(value, handed[0] + 1)]
+    return [index(block) for block in islice(value, args[0] + 1)]
 
 
 ORDERED = Returned("a value that has an order (`<`) and is equal to itself", _ordered)
@@ -270,11 +270,11 @@ DECODE_STREAM = Returned("an object with the method `step`", _stream)
 BLOCK_IDS = Returned("`count` different candidates", _block_ids)
 
 NOTHING = Default("nothing else follows", lambda *_: None)
-"""Also for a method whose result may be None."""
+"""Also for a method that may return None."""
 EQUAL = Default("all are equal", lambda *_: 0.0)
 ARRIVAL_ORDER = Default("the order of arrival decides", lambda request, *_: request.arrival_time)
 COMMON_GROUP = Default("the request waits in the common group, None", lambda *_: None)
 ADMITTED = Default("the request is admitted", lambda *_: None)
 LAST_OF_FIRST = Default("its last member is taken", lambda members, *_: members[-1])
 NO_TEXT = Default("it has no text", lambda *_: "")
-RELEASE_ORDER = Default("those released first are evicted", lambda *_: None)
+RELEASE_ORDER = Default("blocks released first are evicted", lambda *_: None)

@@ -19,7 +19,7 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         value: `package.module:Qual.Name`, or a module.
         options: plain data; checked by the component's own type.
-        origin: what enabled it; not part of the hash.
+        origin: source of the setting that enabled it; not part of the hash.
         place: position in the resolved order of its kind, from 0.
         wraps: the components that it builds, by the reference that it builds them with.
         stays: whether only the frontend has it: hooks of an object that a program hands over.
@@ -41,11 +41,11 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Kind, name and value; a wrapped component may have the name of one that is enabled."""
+        """Kind, name and value; a wrapped component may share the name of an enabled one."""
         return self.kind, self.name, self.value
 
     def tree(self) -> Iterator[PluginEntry]:
-        """Yield the entry and those of all components that it wraps, at any depth."""
+        """Yield the entry and the entries of all components that it wraps, at any depth."""
         yield self
         for wrapped in self.wraps.values():
             yield from wrapped.tree()
@@ -79,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 1
 
     def tree(self) -> Iterator[PluginEntry]:
-        """Yield all entries, each with those of the components that it wraps."""
+        """Yield all entries, each followed by the entries of the components that it wraps."""
         for entry in self.entries:
             yield from entry.tree()
 

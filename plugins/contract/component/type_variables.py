@@ -1,4 +1,4 @@
-"""Type variables of the interfaces, by which an author's editor knows what a plugin is given.
+"""Type variables of the interfaces, which give editors the types of a plugin's inputs.
 
 Each stands for Any where an annotation leaves it out: `rows: Rows` and
 `rows: Rows[Arguments, History]` are both right.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:  # before Python 3.13 only the one that type checkers bring has a default
+if TYPE_CHECKING:  # before Python 3.13 only type checkers' own TypeVar has a default
     import typing_extensions
 
     ArgumentsT_co = typing_extensions.TypeVar("ArgumentsT_co", covariant=True, default=Any)

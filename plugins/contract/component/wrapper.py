@@ -1,4 +1,4 @@
-"""Wrappers: components that do what another one of their kind does, except what they override."""
+"""Wrappers: components that delegate to another one of their kind, except where they override."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Wrapper"]
 ComponentT = TypeVar("ComponentT", bound=Component)
 
 _OWN = {"Arguments", "close", "overridden", "prepare", "record", "replayable", "wraps"}
-"""Members of interfaces that a wrapper has of its own: those about itself."""
+"""Members of interfaces that a wrapper defines itself: members about its identity."""
 
 
 class Wrapper(Component, Generic[ComponentT]):
     """Base of a component that wraps another of its kind, named before the kind's interface.
 
-    `class Logged(Wrapper[Executor], Executor)` does what the executor in `self.wrapped` does: each
-    method, property and attribute of the interface that the class does not override is that of the
+    `class Logged(Wrapper[Executor], Executor)` delegates to the executor in `self.wrapped`: each
+    method, property and attribute of the interface that the class does not override is from the
     wrapped component, also through `super()`. Class attributes and class methods that are looked up
     on the class itself, such as `AttentionBackend.devices`, have to be stated again.
 
@@ -52,7 +52,7 @@ class Wrapper(Component, Generic[ComponentT]):
         return type(f"Wrapper[{interface.__name__}]", (cls,), {"__module__": __name__, **members})
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Refuse a class that would not be a wrapper, because its bases are in the wrong order."""
+        """Reject a class that would not be a wrapper, because its bases are in the wrong order."""
         super().__init_subclass__(**more)
         for base in cls.__mro__[1:]:
             # Not issubclass: while a class is made, ABC would ask the caches of its bases.
@@ -66,7 +66,7 @@ class Wrapper(Component, Generic[ComponentT]):
 
     def __init__(self, context: Context[ComponentT]) -> None:
         """Build the wrapped component."""
-        # First: what `__init__` of an interface reads may be the wrapped component's.
+        # First, because `__init__` of an interface may read the wrapped component's attributes.
         self.wrapped = context.create(context.options.wraps)
         super().__init__(context)
 
@@ -99,7 +99,7 @@ class _Forwarded:
 
 
 def _members(interface: type[Component]) -> Iterator[tuple[str, Any]]:
-    """Yield the public members of an interface, those of every component left out."""
+    """Yield the public members of an interface without the members of every component."""
     for base in reversed(interface.__mro__):
         if base not in Component.__mro__:
             for name, member in vars(base).items():

@@ -48,8 +48,8 @@ class RayConfig(Strict):
     """The table `[parallel.ray]`: engines in actors of a Ray cluster.
 
     Attributes:
-        address: `HOST:PORT` of the cluster. "auto" is the one that RAY_ADDRESS names, else the one
-            that runs on this machine. A cluster that the program has joined itself is used.
+        address: `HOST:PORT` of the cluster. "auto" is the address in RAY_ADDRESS, else the cluster
+            on this machine. A cluster that the program has joined itself is used.
         num_cpus: CPUs that each rank of an engine reserves.
         num_gpus: GPUs that each rank reserves; None is 1 if the cluster has GPUs, else 0.
         resources: resources of the cluster's own kinds that each rank reserves.
@@ -69,7 +69,7 @@ class ParallelConfig(Strict):
         pipeline: stages that the layers are divided into, each of `tensor` ranks.
         expert: give each rank whole experts of a mixture of experts, instead of a part of each;
             with `data`, spread them over the ranks of all engines.
-        communicator: what moves tensors between ranks; "auto" is shared memory between the CPU
+        communicator: moves tensors between ranks; "auto" is shared memory between the CPU
             ranks of one host, and torch.distributed elsewhere.
         start_seconds: maximum time for the ranks to find each other.
         data: engines, each in a process of its own, with the whole model, or with a part of its
@@ -79,7 +79,7 @@ class ParallelConfig(Strict):
             `ray`, where its engines connect to; None is any port of this node.
         join_address_file: file that the address is written to while engines may join, with the port
             that the system chose if `join_address` has port 0.
-        local: engines that are processes of this machine, those of the lowest ranks; the others
+        local: engines in processes of this machine, with the lowest ranks; the others
             join, or run on Ray. None is all of them, with `ray` none.
         ray: run the engines that are not local on a Ray cluster; None is without.
         keys: folder of the keys of engines that may join (`hardpoint keys`), needed where
@@ -162,8 +162,8 @@ class ImagesConfig(Strict):
         max_queued: images of one key of a server that are being read or wait for it; a request
             above it is answered with 429. One request alone may have `max_items` in any case.
         decode_seconds: maximum time to decode an image, and to process it for the model.
-        folders: folders whose image files prompts may name by a path or a `file:` URL; those that
-            are relative or begin with "~" are the program's. None by default.
+        folders: folders with image files that prompts may name by a path or a `file:` URL; paths
+            that are relative or begin with "~" are the program's. None by default.
         remote: images by http and https URLs.
     """
 
@@ -187,9 +187,9 @@ class ConversationsConfig(Strict):
 
     Attributes:
         lease_seconds: time without a part or a turn after which a conversation ends.
-        max_open: conversations that are open at once; further ones are refused.
+        max_open: conversations that are open at once; further ones are rejected.
         max_tokens: tokens that all open conversations hold, 4 bytes each; further parts are
-            refused. Turns that run may go over it.
+            rejected. Turns that run may go over it.
     """
 
     lease_seconds: PositiveSeconds = 600.0
@@ -201,9 +201,9 @@ class DebugConfig(Strict):
     """Checks of the engine itself, which cost time.
 
     Attributes:
-        kv_canary: keep with the keys and values of each token whose they are, and compare that in
-            each step with what the scheduler planned. A request for which it differs ends with an
-            error that names the block and what was found in it.
+        kv_canary: keep with the keys and values of each token their owner, and compare it in
+            each step with the plan of the scheduler. A request with a difference ends with an
+            error that names the block and its contents.
         watch_plugins: compare torch's settings (default dtype and device, number of threads,
             deterministic algorithms, inference mode, gradients) before and after each call of a
             third-party plugin in a step. A warning names the plugin, the method and the setting,
@@ -255,7 +255,7 @@ class _CoreTables(Strict, kw_only=False):
 class EngineConfig(_CoreTables):
     """The whole configuration of an engine.
 
-    Plugins of kind `hooks` may declare tables of their own. Those of the enabled ones are fields,
+    Plugins of kind `hooks` may declare tables of their own. Tables of enabled hooks are fields,
     too, of the type of a loaded configuration.
 
     Attributes:
@@ -264,7 +264,7 @@ class EngineConfig(_CoreTables):
             that is unknown.
         device: "auto" is cuda if available, else cpu.
         max_model_len: maximum length of prompt plus output; None is the model's own limit, "auto"
-            what fits into the KV cache, up to the model's limit.
+            the length that fits into the KV cache, up to the model's limit.
         backend: attention and operations of this name, as a pair; "auto" is the fastest built-in
             one of each that runs on the device.
         seed: for requests without a seed of their own; None draws one.
@@ -290,7 +290,7 @@ class EngineConfig(_CoreTables):
         return EngineConfig(**{name: getattr(self, name) for name in fields})
 
     def table(self, type_: type[T]) -> T:
-        """Return the table of a type, such as the one that a plugin declares.
+        """Return the table of a type, such as a table that a plugin declares.
 
         Raises:
             ConfigError: no enabled plugin declares one.
@@ -339,7 +339,7 @@ class ConfigSources:
         self.by_path = dict(by_path or {})
 
     def of(self, path: str) -> str:
-        """Return the source of a path, those of its parts, or that of its nearest parent.
+        """Return the source of a path: its own, the sources of its parts, or its nearest parent's.
 
         It is "default" if none has one.
         """

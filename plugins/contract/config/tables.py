@@ -54,13 +54,13 @@ class PluginsConfig(Strict):
 
     Attributes:
         enable: components to enable.
-        disable: names or FQCNs of built-in defaults, and of what a program hands over, to disable.
+        disable: names or FQCNs of built-in defaults, and of the program's components, to disable.
         replace: the component that replaces an enabled one, by the name of the latter.
-        on_error: what a fault of a plugin ends, by its name: "request", the requests that use it,
+        on_error: scope of a fault of a plugin, by its name: "request", the requests that use it,
             "step", only its decision in that step, or "engine". A plugin has the scope of its
             kind, or "engine".
         quarantine_after: number of distinct requests that a third-party logits processor may end
-            before requests that use it are refused; 0 is no limit.
+            before requests that use it are rejected; 0 is no limit.
         slow_seconds: time that a plugin's methods may take in one step, for which all requests
             wait; a longer one is counted in `LLM.plugins.health()` and logged. 0 is no limit.
         foreign_groups: entry-point groups of other engines to search for logits processors,
@@ -68,9 +68,9 @@ class PluginsConfig(Strict):
         live: names of the plugins that a live change over HTTP may enable, as a replacement too;
             none by default.
         change_seconds: time that all processes together have to prepare a live change.
-        require_proof: refuse third-party packages without a proof of `hardpoint plugins check
+        require_proof: reject third-party packages without a proof of `hardpoint plugins check
             --attest`, or with other files than it states; "signed" requires a signature, too.
-        proof_signers: the issuer of each identity whose signatures of proofs count.
+        proof_signers: the issuer of each trusted identity that signs proofs.
     """
 
     enable: Live[list[Reference | PluginUse]] = []
@@ -98,15 +98,15 @@ class SchedulerConfig(Strict):
         max_num_batched_tokens: maximum number of tokens in a step.
         chunked_prefill: compute a prompt over several steps where the budget requires it.
         long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 is no limit.
-        max_waiting: maximum number of waiting requests; further ones are refused as "overloaded".
+        max_waiting: maximum number of waiting requests; further ones are rejected as "overloaded".
             None is no limit.
-        max_waiting_tokens: maximum tokens of prompts that wait, and of those that run what is not
-            computed yet; a further prompt is refused as "overloaded" until there is room for it,
+        max_waiting_tokens: maximum tokens of waiting prompts and of uncomputed tokens of running
+            requests; a further prompt is rejected as "overloaded" until there is room for it,
             unless none waits. None is no limit.
         asynchronous: plan and send a step while the one before it is computed, which needs an
             executor that takes two at once. "auto": on CUDA with one rank in "uniproc".
         step_milliseconds: time that prompts may extend a step to while other requests generate, so
-            that their tokens keep coming; what a step takes is measured. 0 is no limit; None is
+            that their tokens keep coming; the time of a step is measured. 0 is no limit; None is
             150 in `AsyncLLM` and the server, 0 in `LLM`.
     """
 
@@ -130,17 +130,17 @@ class KVCacheConfig(Strict):
         dtype: how keys and values are stored: "auto" is the model's dtype; "int8" and "fp8"
             (float8 e4m3) are codes of 8 bits with a scale for each token and head, which take
             about half the memory of 16 bits.
-        num_blocks: size of the cache in blocks, those for states of layers included; None derives
+        num_blocks: size of the cache in blocks, including blocks for states of layers; None derives
             it from `memory_bytes`.
-        memory_bytes: size of each rank's cache in bytes, at most; None is what `max_num_seqs`
-            requests of full length need, at most `memory_fraction`.
+        memory_bytes: size of each rank's cache in bytes, at most; None fits `max_num_seqs`
+            requests of full length, at most `memory_fraction`.
         memory_fraction: maximum share of the available memory for the cache, if neither of the
             above is set; None is 0.4 on a CPU and 0.9 on a GPU.
         prefix_caching: reuse the blocks of common prefixes.
         hash_algorithm: algorithm of the prefix hashes of blocks.
         eviction: eviction policy, which chooses the cached content to discard for new blocks.
-        watermark: share of the blocks that stays free when a request is admitted while others
-            run, so that those can grow.
+        watermark: share of the blocks that stays free when a request is admitted next to
+            running requests, so that these can grow.
         window_groups: layers with a sliding window have blocks of their own, which are released as
             the window passes them; if not, they keep the blocks of all tokens, as other layers do.
     """
@@ -172,10 +172,10 @@ class KVConnectorConfig(Strict):
 
     Attributes:
         use: the connector; None is "stores" if there are `stores`, and none otherwise.
-        stores: where the connector "stores", or one that wraps it, keeps blocks, nearest first.
+        stores: where the connector "stores", or a wrapper of it, keeps blocks, nearest first.
             `{ use = "disk", name = "ssd" }` gives a store another name, and options of its own in
             `[plugin.ssd]`.
-        on_load_failure: what happens to a request whose blocks could not be loaded: they are
+        on_load_failure: handling of a request with blocks that could not be loaded: they are
             computed, or it ends with an error.
         load_seconds: maximum time of a lookup, and of a load.
         lease_seconds: maximum time that blocks are kept for another engine.
@@ -223,7 +223,7 @@ class MetricsConfig(Strict):
     """The metrics that sinks such as "prometheus" export.
 
     Attributes:
-        aliases: engines under whose names they are exported, too, for dashboards and gateways.
+        aliases: engines that give the metrics further names, for dashboards and gateways.
         model_name: label of all metrics; None is the model as configured.
     """
 
@@ -246,16 +246,16 @@ class EngineProcessConfig(Strict):
             as a stopped one, counts as dead; 0 is never. Long steps and loading do not count: any
             Python thread that runs is a sign of life.
         hung_step_seconds: duration of a step after which its engine process counts as dead; 0 is
-            never. Loading and utility calls are no steps.
+            never. Loading and utility calls are not steps.
         log_steps: log each step's requests, token counts and duration.
         long_collection_seconds: duration of a collection of garbage in the engine's process from
             which on it is logged; 0 is never.
         profile_dir: folder for profiles; None disables profiling.
         random_request_ids: give requests random internal ids, so that several live ones may have
-            the same id; otherwise a second live request with an id is refused.
+            the same id; otherwise a second live request with an id is rejected.
         stream_interval: new tokens per output of a streamed request; its first and last output
             do not wait.
-        restart: "on_failure" starts another engine process in the place of one that died.
+        restart: "on_failure" replaces an engine process that died.
         max_restarts_per_minute: limit for this.
         resume: whether requests of a dead engine go on at another one: "exact" where that gives the
             same tokens, "any" also where it differs, as in its weights; "off" ends them.
@@ -297,7 +297,7 @@ class ExecutorConfig(Strict):
             process may use by its affinity and control groups, at most what OMP_NUM_THREADS or
             `torch.set_num_threads` set. It is fewer where that is measured to be faster at start,
             and while other programs keep some of the CPUs busy.
-        enforce_eager: run the model's Python in every step, also in those of few tokens that
+        enforce_eager: run the model's Python in every step, also in small steps that
             could repeat recorded operations.
     """
 
@@ -310,8 +310,8 @@ class SamplerConfig(Strict):
     """The sampler, which chooses tokens from processed logits.
 
     Attributes:
-        logprobs: compute log-probabilities from the model's logits ("raw") or from those that the
-            sampler gets ("processed").
+        logprobs: compute log-probabilities from the model's logits ("raw") or from the
+            sampler's inputs ("processed").
     """
 
     use: Reference = "default"
@@ -322,12 +322,12 @@ class SpeculationConfig(Strict):
     """Speculation: drafts of tokens that the next step verifies. They change no output.
 
     Attributes:
-        use: speculators, which draft; none by default. The first is that of requests that name
-            none (`SamplingParams.speculator`). `{ use = "ngram", name = "long" }` gives one
+        use: speculators, which draft; none by default. The first is the default of requests without
+            `SamplingParams.speculator`. `{ use = "ngram", name = "long" }` gives one
             another name, and options of its own in `[plugin.long]`.
         num_draft_tokens: drafts of a request and a step, at most.
-        adaptive: whether there are fewer where more would not pay, by what was accepted and by
-            what steps take.
+        adaptive: whether the number is reduced if more drafts would not pay, by acceptance rate
+            and step time.
     """
 
     use: list[Reference | PluginUse] = []
@@ -349,10 +349,10 @@ class AdaptersConfig(Strict):
         max_lora_rank: largest rank of an adapter's matrices.
         max_cpu_loras: adapters that each worker keeps in CPU memory; others are read again when
             a request needs them. None is `max_loras`.
-        paths: folders of adapters that are loaded at start, as PEFT writes them, by name; those
+        paths: folders of adapters that are loaded at start, as PEFT writes them, by name; paths
             that are relative or begin with "~" become absolute when the configuration is made.
-        resolvers: what finds the adapter of a name that a request has and that nothing is loaded
-            under, asked in order; none by default. `{ use = "folder", name = "shared" }` gives one
+        resolvers: find the adapter of a request by its name if no adapter of this name is
+            loaded, asked in order; none by default. `{ use = "folder", name = "shared" }` gives one
             another name, and options of its own in `[plugin.shared]`.
         resolve_seconds: maximum time of a resolver for a name.
     """
@@ -365,7 +365,7 @@ class AdaptersConfig(Strict):
     resolve_seconds: PositiveSeconds = 10.0
 
     def __post_init__(self) -> None:
-        """Complete the paths, and check that there is room for what is named."""
+        """Complete the paths, and check that the named adapters fit the limits."""
         paths = {name: absolute_path(path) for name, path in self.paths.items()}
         msgspec.structs.force_setattr(self, "paths", paths)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
@@ -381,7 +381,7 @@ class AdaptersConfig(Strict):
 
 
 class AttentionConfig(Strict):
-    """The attention backend; "auto" is that of `backend`."""
+    """The attention backend; "auto" selects the default of `backend`."""
 
     use: Reference = "auto"
 
@@ -390,8 +390,8 @@ class ModelsConfig(Strict):
     """The plugin that computes the model.
 
     Attributes:
-        use: name of a `models` plugin; "auto" is that of the architecture, else the fallback.
-        fallback: `models` plugin of architectures that have none of their own, or "none".
+        use: name of a `models` plugin; "auto" selects it by the architecture, else the fallback.
+        fallback: `models` plugin of architectures without their own, or "none".
     """
 
     use: Reference = "auto"
@@ -399,7 +399,7 @@ class ModelsConfig(Strict):
 
 
 class OpsConfig(Strict):
-    """The operations of models; "auto" are those of `backend`."""
+    """The operations of models; "auto" selects the default of `backend`."""
 
     use: Reference = "auto"
 
@@ -408,8 +408,8 @@ class ReasoningConfig(Strict):
     """Reasoning in the model's output.
 
     Attributes:
-        parser: name of a reasoning parser; "auto" is the one that the model's chat template shows,
-            if it shows one, and "none" disables reasoning parsing.
+        parser: name of a reasoning parser; "auto" selects it by the model's chat template,
+            if possible, and "none" disables reasoning parsing.
     """
 
     parser: Name = "auto"
@@ -419,8 +419,8 @@ class ToolsConfig(Strict):
     """Calls of tools in the model's output.
 
     Attributes:
-        parser: name of a tool parser; "auto" is the one that the model's chat template shows, if
-            it shows one, and "none" disables tool parsing.
+        parser: name of a tool parser; "auto" selects it by the model's chat template, if
+            possible, and "none" disables tool parsing.
     """
 
     parser: Name = "auto"
@@ -434,7 +434,7 @@ class GrammarConfig(Strict):
         compile_seconds: maximum time to compile a grammar; the request ends with an error after
             that.
         max_bytes: maximum size of a request's schema, grammar or other description.
-        cache_size: compiled grammars that are kept; those that were used least recently are
+        cache_size: number of cached compiled grammars; the least recently used ones are
             dropped.
     """
 
@@ -461,8 +461,8 @@ class LoadConfig(Strict):
 
     Attributes:
         use: name of a loader; "auto" selects the first that recognises the files.
-        updates: safetensors files, or folders of them, whose tensors replace those of the model's
-            files; of several, the last one's counts. `update_weights` adds to them.
+        updates: safetensors files, or folders of them, with tensors that replace the model's;
+            the last file wins. `update_weights` adds to them.
         version: version of the weights, see `CompletionOutput.weight_versions`.
     """
 
@@ -472,7 +472,7 @@ class LoadConfig(Strict):
 
 
 class QuantizationConfig(Strict):
-    """Weights of few bits.
+    """Quantized weights.
 
     Attributes:
         use: "auto" multiplies the weights as the checkpoint stores them; "none" dequantizes them;
@@ -492,8 +492,8 @@ class WeightCacheConfig(Strict):
 
     Attributes:
         path: its folder, or "off"; None is `hardpoint` in `$XDG_CACHE_HOME`, by default ~/.cache.
-        max_bytes: limit of all files together; those that were used least recently are removed.
-            The ranks of a host keep their parts of a model only if those of all are smaller.
+        max_bytes: limit of all files together; the least recently used ones are removed.
+            The ranks of a host keep their parts of a model only if all parts together are smaller.
     """
 
     path: Annotated[str, Meta(min_length=1)] | None = None

@@ -2,7 +2,7 @@
 
 The engine hashes the blocks of each request with `extra_keys` and `hash_block`
 (core/kv_cache/block_hashes.py); KV connectors store blocks under `block_key`, which hashes the same
-way. Blocks outlive engines, so who changes what goes into a hash raises HASH_VERSION: blocks that
+way. Blocks outlive engines: raise HASH_VERSION with every change of a hash. Blocks that
 were stored before are then not found, rather than read as others.
 """
 
@@ -37,7 +37,7 @@ def hash_block(parent: bytes, tokens: bytes, extra: bytes = b"", fresh: Any = _S
         extra: the value of `extra_keys`, if the block has any.
         fresh: hash object of the algorithm, without data; by default SHA-256.
     """
-    # Copying a fresh hash object costs half of what creating one does.
+    # Copying a fresh hash object costs half as much as creating it.
     state = fresh.copy()
     state.update(parent + tokens + extra)
     digest: bytes = state.digest()
@@ -89,7 +89,7 @@ def sharing_key(request: EngineCoreRequest) -> str:
 
 
 def with_part_keys(extra: bytes, keys: bytes) -> bytes:
-    """Return the extra keys of a block of which step parts have keys, too.
+    """Return the extra keys of a block, combined with the keys of step parts.
 
     Args:
         extra: the block's entry of `extra_keys`; empty if it has none.
@@ -113,7 +113,7 @@ def block_key(
             features and types of tokens: made by `hash_block`.
         layers: the first and the one after the last, if the block is kept in parts; as indices of
             this rank's layers.
-        secret: secret of a transfer, whose blocks only its receiver may ask for.
+        secret: secret of a transfer; only its receiver may ask for these blocks.
     """
     parts = msgspec.msgpack.encode((HASH_VERSION, block_hash, layers, secret))
     return hash_block(identity, b"", parts)

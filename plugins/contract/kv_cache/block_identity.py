@@ -15,7 +15,7 @@ class BlockIdentity(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         weights: hash of the weights' content.
         config: hash of the model's configuration, its RoPE parameters for example.
-        quantization: quantisation of the weights; "none".
+        quantization: quantization of the weights; "none".
         architecture: architecture of the model.
         dtype: dtype of keys and values; "int8 of torch.bfloat16" for codes of such.
         kv_layout, kv_layout_version: layout of a block in the attention backend.

@@ -45,15 +45,15 @@ class KVConnectorScheduler(ABC):
     """The scheduler half of a KV connector; all methods are called by the engine's thread.
 
     None may block. If one raises, the request is computed as without the connector, and the fault
-    is counted. A request whose load or lookup is not done within `kv_connector.load_seconds` goes
-    on without; what comes later is ignored.
+    is counted. A request with a load or lookup that takes longer than `kv_connector.load_seconds`
+    continues without it; late results are ignored.
     """
 
     def check_request(self, request: EngineCoreRequest) -> None:
         """Check a new request, its `kv_transfer_params` for example.
 
         Raises:
-            RequestError: it is refused, with this message. By default if it has
+            RequestError: it is rejected, with this message. By default if it has
                 `kv_transfer_params`.
         """
         if request.kv_transfer_params is not None:
@@ -116,21 +116,21 @@ class KVConnectorScheduler(ABC):
         """Record that an asynchronous load has ended: in all ranks, or given up."""
 
     def receive(self, rank: int, message: Any) -> None:  # noqa: B027 - optional
-        """Process what `KVConnectorWorker.take_message` returned in a rank."""
+        """Process a message of `KVConnectorWorker.take_message` from a rank."""
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:  # noqa: B027 - optional
-        """Take what `KVConnectorWorker.handshake` returned, of each rank.
+        """Receive the result of `KVConnectorWorker.handshake` of each rank.
 
         It is called before the first step, and again when the worker halves were built again, after
-        a sleep that released the model, whose weights may be others now. What the earlier halves
-        were to load or look up is over then.
+        a sleep that released the model, possibly with other weights. Loads and lookups of the
+        earlier halves are over then.
         """
 
     def plan_lost(self, metadata: Any) -> None:  # noqa: B027 - optional
-        """Take back what `build_connector_meta` returned for a step that failed.
+        """Undo the result of `build_connector_meta` for a step that failed.
 
-        Workers may have begun it or not, and what they reported with its result is lost. All
-        asynchronous loads are given up, also those of earlier steps, and `load_ended` follows. The
+        Workers may have begun the step or not, and their reports with its result are lost. All
+        asynchronous loads are canceled, also loads of earlier steps, and `load_ended` follows. The
         requests that were to get tokens are recomputed.
         """
 
@@ -143,7 +143,7 @@ class FinishedTransfers(NamedTuple):
 
     Attributes:
         loaded: asynchronous loads, failed ones included: no block of theirs is written any more.
-        saved: ended requests whose blocks are not read any more.
+        saved: ended requests with blocks that are not read any more.
     """
 
     loaded: Iterable[str] = ()
@@ -153,12 +153,12 @@ class FinishedTransfers(NamedTuple):
 class KVConnectorWorker(ABC):
     """The worker half of a KV connector, one per rank.
 
-    All methods are called by the thread that runs the model. If one that loads raises, all loads
-    that are under way are given up, what they were to load is computed, and the fault is counted.
+    All methods are called by the thread that runs the model. If a method that loads raises, all
+    pending loads are canceled, their tokens are computed, and the fault is counted.
     It may write to blocks that it has to load, until it has named the request in
     `get_finished` or its load was cancelled; whatever else it writes there is read by requests.
 
-    What a step computes while a load of its own fails must not be saved, of no request, since
+    If a load of a step fails, results of this step must not be saved, of no request, because
     others may share the blocks. A rank does not know that it has failed in another one. So the
     scheduler half plans no saves, from a step that loads until each request that loads in it has a
     further token, or the result of that step is known otherwise.
@@ -180,7 +180,7 @@ class KVConnectorWorker(ABC):
         """
 
     def release_kv_caches(self) -> None:  # noqa: B027 - optional
-        """Let go of the KV cache, whose memory is released: none writes or reads it any more.
+        """Drop all references to the KV cache, because its memory is released.
 
         All loads have failed.
         """
@@ -190,7 +190,7 @@ class KVConnectorWorker(ABC):
         """Begin a step, which may have no tokens: start its loads, between steps and in it.
 
         Args:
-            metadata: what `build_connector_meta` returned for the step, converted to
+            metadata: result of `build_connector_meta` for the step, converted to
                 `KVConnector.Metadata`; None if that was None.
         """
 
@@ -212,9 +212,9 @@ class KVConnectorWorker(ABC):
         """
 
     def load_errors(self) -> Iterable[int]:
-        """Return the ids of blocks whose load failed since the last step: they are computed.
+        """Return the ids of blocks that failed to load since the last step, to compute them.
 
-        It is called after `get_finished`, and has those of all loads that this has named.
+        It is called after `get_finished`, and includes all loads that `get_finished` has named.
         """
         return ()
 
@@ -253,7 +253,7 @@ class KVSchedulerContext:
             of a request, which its known tokens must fill. They are chained, and include its salt.
         clock: returns the engine's time, in seconds.
         world_size: number of ranks, each with a worker half.
-        report_fault: counts a fault in `LLM.plugins.health()`; called with what failed.
+        report_fault: counts a fault in `LLM.plugins.health()`; called with its description.
     """
 
     block_size: int
@@ -272,7 +272,7 @@ class KVWorkerContext:
     """Inputs of the worker half of a rank.
 
     Attributes:
-        identity: what the bytes of its blocks depend on, besides tokens.
+        identity: inputs of the bytes of its blocks, besides tokens.
         rank: rank of the worker.
         world_size: number of ranks.
         device: device of the KV cache.

@@ -59,7 +59,7 @@ class BlockRemoved(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """All blocks of the KV cache were dropped; those of tiers were not."""
+    """All blocks of the KV cache were dropped; the blocks of other tiers remain."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -92,8 +92,8 @@ class PublisherContext(Context["KVEventPublisher"]):
 class KVEventPublisher(Component):
     """Publishes KV cache events, to a router for example. Must not block.
 
-    A subscriber that keeps up gets every batch, once and in order. `close` releases what the
-    constructor took; a second call must do no harm.
+    A subscriber that keeps up gets every batch, once and in order. `close` releases the
+    constructor's resources; a second call must do no harm.
     """
 
     context: PublisherContext

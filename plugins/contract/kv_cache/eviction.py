@@ -19,8 +19,8 @@ __all__ = [
 class CachedBlocks(Protocol):
     """The blocks of the KV cache, by block id, as an eviction policy sees them.
 
-    Block ids are used again for other content: what a policy remembers of content that may be gone,
-    it remembers by hash. Every method takes constant time.
+    Block ids are used again for other content: identify content that may be gone
+    by its hash. Every method takes constant time.
     """
 
     @property
@@ -30,7 +30,7 @@ class CachedBlocks(Protocol):
     def hash(self, block_id: int) -> bytes | None:
         """Return the hash of a block's content, which is chained: it identifies all tokens before.
 
-        It is that of KV cache events; in groups after the first, followed by the group's index, as
+        It is the hash in KV cache events; in groups after the first, the group's index follows as
         two bytes. None if the block has no cached content.
         """
 
@@ -56,7 +56,7 @@ class BlockHistory(Protocol):
         """Return the hash of the block before it in its chain; None for the first."""
 
     def num_children(self, block_id: int) -> int:
-        """Return the number of cached blocks whose parent it is, in use or not."""
+        """Return the number of cached blocks with this parent, in use or not."""
 
     def hits(self, block_id: int) -> int:
         """Return how many requests found it since it was cached, also while others used it."""
@@ -74,9 +74,9 @@ class RetainedBlocks:
     Attributes:
         deadlines: until when, on the engine's clock.
         num_blocks: blocks that requests can use; 0 until the KV cache is sized.
-        num_hits: how often requests have found one that no other used.
+        num_hits: number of times that requests found a block that no other request used.
         num_evicted: how many were evicted before their deadline.
-        lost: those whose content is gone, evicted or dropped, since the part emptied the list; they
+        lost: blocks with content that was evicted or dropped, since the part emptied the list; they
             have no deadline any more.
     """
 
@@ -92,8 +92,8 @@ class EvictionContext(Context["EvictionPolicy"]):
     """Context of an eviction policy.
 
     Attributes:
-        blocks: what is known of each block at no cost.
-        history: returns what else is kept of each block, from this call on; call it in the
+        blocks: data about each block that costs nothing.
+        history: returns further data about each block, from this call on; call it in the
             constructor, only if it is needed, since keeping it takes time per block.
         clock: the engine's, in seconds.
     """
@@ -107,7 +107,7 @@ class EvictionPolicy(Component):
     """Chooses the cached content to discard when no empty block is left.
 
     It decides among the candidates: cached blocks that no request uses. If a method raises, or
-    `evict` returns a block that is no candidate, the least recently released one is evicted and
+    `evict` returns a block that is not a candidate, the least recently released one is evicted and
     `LLM.plugins.health()` counts the fault.
     """
 
@@ -130,7 +130,7 @@ class EvictionPolicy(Component):
     @notifies
     @abstractmethod
     def dropped(self, block_ids: Sequence[int]) -> None:
-        """Remove candidates whose content is discarded; these are no hits.
+        """Remove candidates with discarded content; these are not hits.
 
         The cache is reset, their content is wrong, or they are evicted in this policy's place. A
         policy that treats this as `taken` sets `dropped = taken`. Values of `context.blocks` and

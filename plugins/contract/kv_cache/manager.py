@@ -19,7 +19,7 @@ __all__ = [
 
 
 STATE_WINDOW = 2
-"""Window of a group whose layers keep states: a token needs the state after the one before it."""
+"""Window of a group of layers with states: a token needs the state after the one before it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class KVCacheGroup:
     def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int | None) -> int:
         """Return the most blocks that a request of `num_tokens` tokens holds in this group at once.
 
-        Those that the window has passed are released before a step allocates new ones.
+        Blocks outside of the window are released before a step allocates new ones.
 
         Args:
             num_tokens: number of tokens of the request.
@@ -123,9 +123,9 @@ class CachedPrefix:
 class KVCacheManager(Protocol):
     """Allocates cache blocks. A block is free, or referenced by one or more requests.
 
-    Every group has its own block table. All blocks come from one pool, whose last ones are kept for
+    Every group has its own block table. All blocks come from one pool; its last ones are kept for
     states if a group has such; the others are for keys and values, and have one size. A block
-    whose tokens are all computed can be found by other requests until it is evicted, also while no
+    with only computed tokens can be found by other requests until it is evicted, also while no
     request references it.
     """
 
@@ -138,7 +138,7 @@ class KVCacheManager(Protocol):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request references, those with cached content included."""
+        """Blocks that no request references, including blocks with cached content."""
 
     @property
     def num_free_states(self) -> int | None:
@@ -168,7 +168,7 @@ class KVCacheManager(Protocol):
         num_reserved_blocks: int = 0,
         delay_caching: bool = False,
     ) -> bool:
-        """Allocate the first blocks of a request: those of `prefix`, then new ones.
+        """Allocate the first blocks of a request: the blocks of `prefix`, then new ones.
 
         If there are enough, the lookup is counted in the statistics.
 

@@ -1,4 +1,4 @@
-"""The memory of a rank's KV cache: of blocks with keys and values, and of those with states."""
+"""Sizes and layout of a rank's KV cache: blocks of keys and values, and blocks of states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CacheMemory:
     much as keys and values, until there are four for each request.
 
     Attributes:
-        needs: those of requests, in blocks.
+        needs: requirements of requests, in blocks.
         bytes_per_block: keys and values of a block, in all caches.
         max_model_len: the longest request.
         bytes_per_state: a state, all layers together.
@@ -70,7 +70,7 @@ class CacheMemory:
     def num_blocks(self, num_bytes: int) -> int:
         """Return how many blocks so many bytes have room for; a block takes memory."""
         smallest = min(size for size in (self.bytes_per_block, self.bytes_per_state) if size)
-        counts = range(num_bytes // smallest + 2)  # that of no request may take none
+        counts = range(num_bytes // smallest + 2)  # the blocks of no request may take no memory
         return max(bisect_right(counts, num_bytes, key=self.size) - 1, 0)
 
     def enough(self) -> int:
@@ -94,7 +94,7 @@ class CacheMemory:
         return self.longest(self.num_blocks(num_bytes))
 
     def _num_key_blocks(self, num_tokens: int) -> int:
-        """Return the blocks that a request needs besides states, that of no request included."""
+        """Return the number of blocks of a request besides states, including the null block."""
         needs = self.needs
         return needs.of(num_tokens) - needs.states_of(num_tokens) + needs.num_null_blocks
 
@@ -109,20 +109,20 @@ def block_needs(config: EngineConfig, info: WorkerInfo) -> BlockNeeds:
 
 
 def tightest(infos: Sequence[WorkerInfo], memory_bytes: int | None) -> WorkerInfo:
-    """Return the info of the rank whose cache has the fewest blocks, which all ranks then have.
+    """Return the info of the rank with the fewest cache blocks; all ranks use that number.
 
     Args:
         infos: one per rank.
-        memory_bytes: configured memory of each cache; None is what is available.
+        memory_bytes: configured memory of each cache; None uses the available memory.
     """
-    found = min(
+    smallest = min(
         infos,
         key=lambda info: (memory_bytes or info.available_bytes) / max(info.bytes_per_block, 1),
     )
-    if not found.has_states:
-        return found
+    if not smallest.has_states:
+        return smallest
     return replace(  # with states, the largest sizes of all ranks fit into the smallest memory
-        found,
+        smallest,
         bytes_per_block=max(info.bytes_per_block for info in infos),
         bytes_per_state=max(info.bytes_per_state for info in infos),
         available_bytes=min(info.available_bytes for info in infos),

@@ -62,7 +62,7 @@ class BlockBuffer(Sequence[memoryview]):
         return len(self._parts)
 
     def read_only(self) -> BlockBuffer:
-        """Return the same memory, which cannot be written through what is returned."""
+        """Return a read-only view of the same memory."""
         return BlockBuffer(self.whole.toreadonly(), [len(part) for part in self._parts])
 
 
@@ -73,9 +73,9 @@ class KVStoreContext(Context["KVStore"]):
     Attributes:
         sizes: bytes of each memoryview of a buffer: the header, then one per layer. All buffers of
             an engine's rank have these sizes.
-        identity: hexadecimal digest of what all blocks of this rank have in common, the weights
+        identity: hexadecimal digest of the inputs that all blocks of this rank share, the weights
             and the layout of the KV cache among others. Keys are made from it already.
-        rank: rank of the worker among those of the engine; each has stores of its own.
+        rank: rank of the worker in the engine; each has stores of its own.
         world_size: number of ranks.
         engine_id: `kv_connector.engine_id`.
         timeout_seconds: time after which the connector gives up a call.
@@ -108,8 +108,8 @@ class KVStore(Component):
     """Keeps blocks by key.
 
     Its methods are called by several threads at once, of one worker, and may block. An exception
-    counts as a fault of the store, and as a miss. What it stores may be gone at any time; what it
-    returns is checked. Engines and ranks that share a place share blocks: equal keys mean equal
+    counts as a fault of the store, and as a miss. Stored blocks may be gone at any time; results
+    are checked. Engines and ranks that share a place share blocks: equal keys mean equal
     content.
     """
 
@@ -120,8 +120,8 @@ class KVStore(Component):
         """Return for each key whether `load` would find it, without reading the blocks.
 
         Args:
-            keys: 32 bytes each, those of a request's blocks in order: what follows the first one
-                that is not there is of no use, and may be answered with False. So a store that
+            keys: 32 bytes each, of a request's blocks in order: results after the first missing one
+                are of no use, and may be answered with False. So a store that
                 runs out of room does best to drop the last of them first. Each request asks before
                 it is computed, and once more when it has ended.
         """
@@ -166,8 +166,8 @@ class KVStore(Component):
 class PeerKVStore(KVStore):
     """A store that also hands single blocks to other engines, for split prefill and decode.
 
-    The engine that computed a prompt offers its blocks under secret keys, and the one that goes on
-    with the request fetches them.
+    The engine that computed a prompt offers its blocks under secret keys, and the engine that
+    continues the request fetches them.
     """
 
     @property
@@ -205,7 +205,7 @@ class PeerKVStore(KVStore):
 
     @abstractmethod
     def renew(self, keys: Sequence[bytes], peer: str | None = None) -> None:
-        """Let the time begin again for which blocks are offered; those that are gone are ignored.
+        """Extend the leases of offered blocks; unknown keys are ignored.
 
         Args:
             keys: under which they are offered.

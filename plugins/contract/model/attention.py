@@ -1,4 +1,4 @@
-"""Attention backends: what stores keys and values in blocks and computes attention over them."""
+"""Attention backends: store keys and values in blocks, and compute attention over them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["AttentionBackend", "AttentionContext", "AttentionStep", "KVSpec"]
 class KVSpec:
     """One attention layer.
 
-    Layers whose specs differ in windows and sinks alone have caches of one shape: layers of several
-    windows may share a cache, of which each uses other blocks. Specs are compared without sinks.
+    Layers with specs that differ in windows and sinks only have caches of one shape: layers of
+    several windows may share a cache with different blocks. Specs are compared without sinks.
 
     Attributes:
         num_heads: query heads.
@@ -34,12 +34,12 @@ class KVSpec:
         scale: multiplies the scores.
         window: sliding window in tokens, the token itself included; None is unlimited.
         softcap: a score s, scaled, becomes softcap * tanh(s / softcap) before it is masked; None
-            leaves it. Backends whose `softcaps` is False cannot run such a layer.
+            leaves it. Backends without `softcaps` cannot run such a layer.
         sinks: float32 [num_heads] on the device, weights of the model: a score per head of a key
-            that every query sees and whose value is 0, neither scaled nor capped (attention
+            that every query sees, with the value 0, neither scaled nor capped (attention
             sinks, arXiv:2309.17453, as gpt-oss learns them). The tensor stays where it is; its
             elements come with the weights, and may change with them. None is without. Backends
-            whose `has_sinks` is False cannot run such a layer.
+            without `has_sinks` cannot run such a layer.
         value_size: values are the last so many elements of the keys, as in multi-head latent
             attention (arXiv:2405.04434): `attend` gets the keys as values too, and each head of its
             result has so many elements. None: values are of their own, of `head_size`.
@@ -78,7 +78,7 @@ class AttentionStep:
         block_size: tokens per block.
         group: index of the group.
         sees: int [tokens]; position of the last token that each token sees: its own, or a later one
-            of its sequence in this step, never less than that of the token before. None: its own.
+            of its sequence in this step, never before the preceding token's. None: its own.
         on_device: `starts` and `lens`; None: they are copied when they are needed.
     """
 
@@ -129,14 +129,15 @@ class AttentionContext(Context["AttentionBackend"]):
     cache_dtype: str = "auto"
 
 
-BYTES = fitting("an int >= 1", lambda found: type(found) is int and found >= 1)
+BYTES = fitting("an int >= 1", lambda value: type(value) is int and value >= 1)
 
 
 class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Stores keys and values in blocks and computes attention over them. One per device.
 
-    `AttentionBackend[Cache, Plan]` as a base types what `allocate` and `plan` return. A constructor
-    raises ModelError if the backend cannot run here, so that `backend = "auto"` tries others.
+    `AttentionBackend[Cache, Plan]` as a base types the results of `allocate` and `plan`. A
+    constructor raises ModelError if the backend cannot run here, so that `backend = "auto"` tries
+    others.
     """
 
     kv_layout: ClassVar[str] = ""
@@ -146,11 +147,11 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     devices: ClassVar[tuple[str, ...]]
     """Device types that it runs on."""
     softcaps: ClassVar[bool] = False
-    """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
+    """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are rejected."""
     has_sinks: ClassVar[bool] = False
-    """Whether `attend` computes `KVSpec.sinks`; otherwise models that have them are refused."""
+    """Whether `attend` computes `KVSpec.sinks`; otherwise models that have them are rejected."""
     sees_ahead: ClassVar[bool] = False
-    """Whether it computes `AttentionStep.sees`; otherwise models that need it are refused."""
+    """Whether it computes `AttentionStep.sees`; otherwise models that need it are rejected."""
     rotates: ClassVar[bool] = False
     """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`.
 
@@ -159,22 +160,22 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     pads: ClassVar[bool] = False
     """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
     cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
-    """Values of `kv_cache.dtype` that it has; others are refused.
+    """Values of `kv_cache.dtype` that it has; others are rejected.
 
     "auto" stores the context's dtype. "int8" and "fp8" (float8 e4m3fn) store a code of 8 bits for
     each element and a float32 scale for each token, key head and side, keys or values. With the
     limit 127 for int8, 448 for fp8:
 
     * Keys, and queries in each step, are rotated first, in float32: `rotate_heads` has the
-      additions in their order. It spreads what is large in few elements.
-    * scale = (largest magnitude of the head's elements, in float32) / limit. A head whose largest
-      magnitude is below 2^-100 has scale 0 and codes 0; one with a number that is not finite has
+      additions in their order. It spreads large numbers of few elements.
+    * scale = (largest magnitude of the head's elements, in float32) / limit. A head with a largest
+      magnitude below 2^-100 has scale 0 and codes 0; one with a number that is not finite has
       scale NaN and codes 0.
     * code = element / scale, divided and rounded to the nearest as IEEE 754 has it, ties to even.
-      What is below 2^-6 in fp8, the smallest normal number, is 0.
+      Magnitudes below 2^-6 in fp8, the smallest normal number, become 0.
 
-    What is read is scale * code, which may be rounded to the context's dtype. All that is attended
-    to is read so, the tokens of the same step too: how tokens are divided into steps changes no
+    The value read is scale * code, which may be rounded to the context's dtype. All attention
+    reads it so, for tokens of the same step too: the division of tokens into steps changes no
     key. `hardpoint.toolkit.kv_codes` has both directions in plain torch.
     """
 
@@ -197,7 +198,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     def describe(self) -> str:
         """Return the text that the engine logs for it: "native_cpu (avx2)" for example.
 
-        By default the name, and why the engine does not use the one that it prefers.
+        By default the name, and the reason why the engine does not use the preferred backend.
         """
         reason = self.context.reason
         return f"{self.name} ({reason})" if reason else self.name
@@ -206,8 +207,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     def shares_values(self) -> bool:
         """Whether it knows `KVSpec.value_size`: values that are part of the keys are stored once.
 
-        Others get such a layer without it: they store the keys twice, and of what they attend, the
-        last elements are taken.
+        Others get such a layer without it: they store the keys twice, and the last elements
+        of their results are taken.
         """
         return False
 
@@ -218,7 +219,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         Repeated, it reads the plan that `plan` returned last for the same group, and the same
         cache. With `pads`, in steps of one of the sizes in `Ops.record_sizes`, it reads the tensors
         of the step that was recorded (`AttentionStep`). It holds for the class that declares it,
-        not for those derived from it.
+        not for its subclasses.
         """
         return False
 
@@ -238,12 +239,12 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         """Return a layer's cache as bytes by block, without copying, for KV connectors.
 
         Args:
-            cache: what `allocate` returned.
+            cache: result of `allocate`.
 
         Returns:
-            Views of its memory, uint8 [num_blocks, bytes], whose rows are contiguous; together
-            they hold all of each block. What is copied from a block's rows to those of another
-            one, in this or another cache of the same `kv_layout`, is read there as written here.
+            Views of its memory, uint8 [num_blocks, bytes], with contiguous rows; together
+            they hold all of each block. Data copied from a block's rows to another block's
+            rows, in this or another cache of the same `kv_layout`, is read there as written here.
 
         Raises:
             NotImplementedError: the backend has no such views, which is the default; it cannot run
@@ -272,8 +273,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
 
         Args:
             spec: the layer.
-            cache: what `allocate` returned for it.
-            plan: what `plan` returned for this step.
+            cache: result of `allocate` for it.
+            plan: result of `plan` for this step.
             q: [tokens, num_heads, head_size].
             k: [tokens, num_kv_heads, head_size].
             v: like k; k itself where `spec` has a `value_size`. All three may be parts of one wider
@@ -297,7 +298,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
 
         Args:
             spec: the layer.
-            cache: as for `attend`, as those that follow.
+            cache: as for `attend`, like the following ones.
             plan: the plan of this step.
             q: may be changed.
             k: may be changed.

@@ -44,8 +44,8 @@ class Cut:
     def of(self, weight: Any) -> Any:
         """Return the part of a weight, a tensor or an array; of several parts, a copy."""
         before = (slice(None),) * self.dim
-        found = [weight[(*before, slice(part.start, part.stop))] for part in self.parts]
-        return found[0] if not self.more else join(found, self.dim)
+        slices = [weight[(*before, slice(part.start, part.stop))] for part in self.parts]
+        return slices[0] if not self.more else join(slices, self.dim)
 
     def fits(self, whole: Sequence[int]) -> bool:
         """Return whether it is inside of a weight of shape `whole`."""

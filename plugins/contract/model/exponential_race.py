@@ -46,7 +46,7 @@ def race(
     positions: torch.Tensor,
     greedy: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the column of each row's winner, int64 [rows]; `tokens` are those of the columns."""
+    """Return the column of each row's winner, int64 [rows]; `tokens` are the columns' token ids."""
     key = _mix_64(_mix_64(seeds) + positions)
     bits = _noise(tokens, key.int(), (key >> 32).int())
     best = logits.amax(-1, keepdim=True)
@@ -76,7 +76,7 @@ def _score(
 
 
 def token_noise(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the exponential numbers of the race, float64: a token wins whose E / p is the least.
+    """Return the exponential random numbers of the race, float64; the least E / p wins.
 
     Args:
         tokens: int32 [n].

@@ -30,7 +30,7 @@ class Attend(Protocol):
             layer: index in `Model.kv_specs`.
             q: queries.
             k: keys [tokens, num_kv_heads, head_size].
-            v: values, like k. Of a layer with a `KVSpec.value_size` they are k, whose last elements
+            v: values, like k. In a layer with a `KVSpec.value_size` they are k; its last elements
                 are the values, and heads of the result have so many elements.
             angles: float32 [tokens, size], as for `Ops.rotate`. With them, the first `size`
                 elements of the heads of q and k are rotated first, perhaps in place.
@@ -54,7 +54,7 @@ class Advance(Protocol):
             states: one tensor [seqs, ...] per `TensorSpec`, before the first token of each
                 sequence. They are copies, which may be changed and returned.
             starts: int [seqs + 1]; tokens of sequence i are starts[i]:starts[i+1], at least one.
-            inputs: those of the call, [tokens, ...].
+            inputs: inputs of the call, [tokens, ...].
         """
 
 
@@ -75,7 +75,7 @@ class Recur(Protocol):
 
 
 def no_states(layer: int, advance: Advance, *inputs: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    """Refuse a call of `ForwardBatch.recur`; that of batches of models without states.
+    """Reject a call of `ForwardBatch.recur`: the default for models without states.
 
     Raises:
         RuntimeError: always.
@@ -91,7 +91,7 @@ class ForwardBatch:
         token_ids: int64 [tokens].
         positions: int64 [tokens]; position of each token in its own sequence. [axes, tokens] in
             steps with images of a model that has several `MediaFormat.position_axes`.
-        hidden: [tokens, hidden_size], what `forward` of the stage before returned; None in the
+        hidden: [tokens, hidden_size], result of `forward` of the previous stage; None in the
             first stage.
         attend: attention of a layer: `attend(layer, q, k, v)`, or with `angles` after them, which
             rotate q and k.
@@ -137,7 +137,7 @@ class LayerHooks:
     """Changes by step parts in the layers of a model, set while a step that they change runs.
 
     `Embedding.changed` and `Linear` of `hardpoint.toolkit.layers` call the first two, the model the
-    third. A model that does not call one is refused together with a part that needs it.
+    third. A model that does not call one is rejected together with a part that needs it.
 
     Attributes:
         embedded: called with the embedded tokens [tokens, hidden_size], where they enter the first
@@ -147,10 +147,10 @@ class LayerHooks:
             rows of this rank), stacked in this order. Where ranks add up their parts of y, it is
             called before that.
         added: called after attention and after the MLP of a decoder layer, with its index in the
-            model, "attention" or "mlp", the residual stream [tokens, hidden_size] and what is about
-            to be added to it, of the same shape; may change both in place. Where ranks share the
-            layer, it is called after they have added up their parts.
-        matrices: those that `linear` is called with, by name; layers add theirs when they are
+            model, "attention" or "mlp", the residual stream [tokens, hidden_size] and the tensor
+            that is about to be added, of the same shape; may change both in place. If ranks share
+            the layer, it is called after they have added up their parts.
+        matrices: the matrices of `linear` calls, by name; layers add theirs when they are
             made.
     """
 
@@ -221,7 +221,7 @@ class StepLayout(Protocol):
 
 
 class ForwardStep:
-    """The inputs of the model in a step, whose attention is planned when it is needed.
+    """The inputs of the model in a step; its attention is planned when it is needed.
 
     Attributes:
         layout: the sequences of the step.

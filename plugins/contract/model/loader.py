@@ -1,4 +1,4 @@
-"""Weight loaders: what reads a model's configuration and weights from its files."""
+"""Weight loaders: read a model's configuration and weights from its files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class WeightFormat:
 
     Attributes:
         name: name of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16",
-            or what the format calls numbers that the loader itself dequantises, "iq1_s".
+            or the format's name of numbers that the loader itself dequantizes, "iq1_s".
         num_bytes: in the files.
-        is_quantized: whether the name is that of a scheme.
-        stored: what the scheme is to read, without content: tensors on torch's device "meta". None
+        is_quantized: whether the name is a scheme's.
+        stored: inputs of the scheme, without content: tensors on torch's device "meta". None
                 if the loader does not know it.
     """
 
@@ -47,7 +47,7 @@ class LoaderContext(Context["WeightLoader"]):
     files: ModelFiles
 
 
-FORMATS = fitting("a WeightFormat per name", lambda found: isinstance(found, Mapping))
+FORMATS = fitting("a WeightFormat per name", lambda value: isinstance(value, Mapping))
 
 
 class WeightLoader(Component):
@@ -92,7 +92,7 @@ class WeightLoader(Component):
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Yield every weight once, as (name, CPU tensor).
 
-        A matrix that the files store with few bits is a `QuantizedWeight`, under the name of the
+        A matrix that the files store quantized is a `QuantizedWeight`, under the name of the
         matrix; the scheme that it names reads it.
 
         Args:
@@ -103,11 +103,11 @@ class WeightLoader(Component):
     def cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        """Yield every weight once, and of those in `cuts` the part that is needed.
+        """Yield every weight once; yield only the needed part of a weight in `cuts`.
 
         A `QuantizedWeight` has the shape of that part, or of the whole, which is cut then.
 
-        By default they are read whole and cut; a loader that can reads less, and finds what to read
+        By default they are read whole and cut. A loader may read less; it computes the range
         with `hardpoint.plugins.parallel.needed_part`. For a class that overrides `weights` alone,
         the default is called, whatever it inherits.
 
@@ -150,7 +150,7 @@ class WeightLoader(Component):
     def fingerprint(self) -> str | None:
         """Return a text that differs whenever `weights` would yield something else.
 
-        For weights in files, their names, sizes and times of change. What the model makes of them
-        is then kept in the weight cache. None, the default: it is not.
+        For weights in files, their names, sizes and times of change. The loaded tensors of a model
+        are then kept in the weight cache. None, the default: they are not.
         """
         return None

@@ -1,4 +1,4 @@
-"""Operations on logits: what samplers, processors and grammars call, each right in plain torch."""
+"""Operations on logits for samplers, processors and grammars, with a reference in torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_LISTED = 4096
 """With more unmasked tokens per row than this, listing them costs more than it saves."""
 
 _CHUNK = 2**19
-"""Number of logits whose noise is computed at a time on a CPU, so that it stays in its cache."""
+"""Chunk size of noise on a CPU, in logits, so that it stays in the CPU's cache."""
 
 
 class Op(Enum):
@@ -34,9 +34,9 @@ class Op(Enum):
 
 
 class LogitsOps:
-    """The operations on logits, of which `Ops` has those that are fastest on its device.
+    """The operations on logits; `Ops` has the fastest implementations for its device.
 
-    Each has an implementation in torch here, which defines what is right. A row's result does not
+    Each has a reference implementation in torch here. A row's result does not
     depend on the other rows.
     """
 
@@ -87,19 +87,19 @@ class LogitsOps:
 
         Args:
             logits: to change.
-            op: what is done with each of the tokens.
+            op: the edit of each of the tokens.
             places: int64 [n], row * vocab + token; each once.
             values: float32 [n], to add or to set; of no use to KEEP_ONLY.
             rows: int64, the rows of the places, each once; of use to KEEP_ONLY alone.
         """
         if op is Op.KEEP_ONLY:
             assert rows is not None
-            kept = logits.take(places)
+            kept_logits = logits.take(places)
             if len(rows) == len(logits):
                 logits.fill_(-math.inf)
             else:
                 logits.index_fill_(0, rows, -math.inf)
-            logits.put_(places, kept)
+            logits.put_(places, kept_logits)
         else:
             assert values is not None
             logits.put_(places, values, accumulate=op is Op.ADD)
@@ -116,12 +116,12 @@ class LogitsOps:
     def keep_top_k(self, logits: torch.Tensor, k: torch.Tensor, largest_k: int) -> None:
         """Set the logits below each row's k-th largest one to -inf, in place.
 
-        A row whose largest logit is not finite stays as it is.
+        A row with a largest logit that is not finite stays as it is.
 
         Args:
             logits: to change.
             k: int64 [rows, 1]; a row with another number than 1 to vocab - 1 stays as it is.
-            largest_k: the largest k of those from 1 to vocab - 1.
+            largest_k: the largest k between 1 and vocab - 1.
         """
         values = logits.topk(largest_k).values
         smallest = values.gather(1, (k - 1).clamp(0, largest_k - 1))
@@ -130,9 +130,9 @@ class LogitsOps:
     def keep_top_p(self, logits: torch.Tensor, p: torch.Tensor) -> None:
         """Set the logits below each row's nucleus to -inf, in place (arXiv:1904.09751).
 
-        The nucleus is the smallest set of most likely tokens whose probability reaches p - 1e-6,
-        and all that equal the last of them. Probabilities are summed as whole numbers, which
-        depend on no order: round(exp(logit - largest) * 2^40). A row whose largest logit is not
+        The nucleus is the smallest set of most likely tokens with a total of at least p - 1e-6,
+        and all that equal the last of them. Probabilities are summed as whole numbers,
+        in any order: round(exp(logit - largest) * 2^40). A row with a largest logit that is not
         finite stays as it is.
 
         Args:
@@ -149,7 +149,7 @@ class LogitsOps:
     def keep_min_p(self, logits: torch.Tensor, p: torch.Tensor) -> None:
         """Set logits below each row's largest one + log(p) to -inf, in place (arXiv:2407.01082).
 
-        A row whose largest logit is not finite stays as it is.
+        A row with a largest logit that is not finite stays as it is.
 
         Args:
             logits: to change.
@@ -173,7 +173,7 @@ class LogitsOps:
         that implementations draw the same tokens, except where two scores are as close as its
         rounding errors.
 
-        Greedy rows, and those whose largest logit is not finite, get what `argmax` returns.
+        Greedy rows, and rows with a largest logit that is not finite, get the result of `argmax`.
 
         Args:
             logits: left as they are.
@@ -217,17 +217,17 @@ def _mask_below(
 def warm_up(ops: LogitsOps, vocab_size: int, device: torch.device) -> None:
     """Choose tokens of a row of logits in each of the usual ways.
 
-    What operations compile when they are first called is compiled then, and no request waits for
+    Kernels that compile at their first call are compiled then, and no request waits for
     it: the trial step of a model calls none of these.
     """
     import torch  # noqa: PLC0415 - the contract is imported without it
 
     logits = torch.zeros(1, vocab_size, device=device)
-    one = torch.ones(1, 1, device=device)
+    ones = torch.ones(1, 1, device=device)
     number = torch.ones(1, dtype=torch.int64, device=device)
     ops.argmax(logits)
-    ops.divide(logits, one)
+    ops.divide(logits, ones)
     ops.keep_top_k(logits, number.unsqueeze(1), 1)
-    ops.keep_top_p(logits, one / 2)
-    ops.keep_min_p(logits, one / 2)
+    ops.keep_top_p(logits, ones / 2)
+    ops.keep_min_p(logits, ones / 2)
     ops.draw(logits, number, number, torch.zeros(1, dtype=torch.bool, device=device))

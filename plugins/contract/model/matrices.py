@@ -1,4 +1,4 @@
-"""Matrices of few bits, which models load in the place of tensors: cut, joined and dequantised."""
+"""Quantized matrices, which models load instead of tensors: cut, joined and dequantized."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 16
 
 
 class QuantizedMatrix(ABC):
-    """A matrix W [rows, columns] of few bits, which models load in the place of a tensor."""
+    """A quantized matrix W [rows, columns], which models load instead of a tensor."""
 
     @property
     @abstractmethod
@@ -29,7 +29,7 @@ class QuantizedMatrix(ABC):
     @property
     @abstractmethod
     def alignment(self) -> int:
-        """Columns at whose multiples the matrix can be cut."""
+        """Divisor of the columns at which the matrix can be cut."""
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> QuantizedMatrix:
@@ -55,7 +55,7 @@ class QuantizedMatrix(ABC):
         """Return parts of this matrix, which it is one of, one after the other in a dimension.
 
         Called for matrices in which a checkpoint has several stacked, q, k and v for example, of
-        which a rank needs a part each. By default the parts are dequantised.
+        which a rank needs a part each. By default the parts are dequantized.
         """
         return DenseMatrix(join([part.dequantize() for part in parts], dim))
 
@@ -69,8 +69,8 @@ class QuantizedMatrix(ABC):
         Its results are new tensors [rows of x, rows], contiguous, on the device of x.
 
         None, the default, leaves it to the operations: they multiply `AffineCodes` where they have
-        a kernel for them, and else what `dequantize` returns. A model with such functions is not
-        kept in the weight cache. Embeddings and experts use what `dequantize` returns.
+        a kernel for them, and else the result of `dequantize`. A model with such functions is not
+        kept in the weight cache. Embeddings and experts use the result of `dequantize`.
 
         Args:
             bias: [rows], in the dtype of x.
@@ -97,8 +97,8 @@ class AffineCodes(QuantizedMatrix):
         offsets: the same; None is 0.
         outer_scales: float16 [rows, columns / 256, rounded up], by which scales are multiplied.
         outer_offsets: the same for offsets.
-        values: float32 [2 ** bits], the finite numbers that codes stand for, each of which bfloat16
-            holds; None are the codes themselves. Codes of 8 bits have none.
+        values: float32 [2 ** bits], the finite numbers of the codes, each
+            representable in bfloat16; None are the codes themselves. Codes of 8 bits have none.
     """
 
     OUTER_COLUMNS: ClassVar[int] = 256
@@ -114,7 +114,7 @@ class AffineCodes(QuantizedMatrix):
     values: torch.Tensor | None = None
 
     def __init_subclass__(cls) -> None:
-        """Refuse a class with a `linear` of its own, which nothing would call.
+        """Reject a class with a `linear` of its own, which nothing would call.
 
         Raises:
             TypeError: it has one.
@@ -145,7 +145,7 @@ class AffineCodes(QuantizedMatrix):
 
     @property
     def alignment(self) -> int:
-        """Columns at whose multiples the matrix can be cut."""
+        """Divisor of the columns at which the matrix can be cut."""
         has_outer = self.outer_scales is not None or self.outer_offsets is not None
         return math.lcm(self.group, self.OUTER_COLUMNS) if has_outer else self.group
 
@@ -211,8 +211,8 @@ class AffineCodes(QuantizedMatrix):
 
     def is_finite(self) -> bool:
         """Return whether all scales and offsets are finite."""
-        given = (self.scales, self.offsets, self.outer_scales, self.outer_offsets)
-        floats = [tensor for tensor in given if tensor is not None and tensor.is_floating_point()]
+        tensors = (self.scales, self.offsets, self.outer_scales, self.outer_offsets)
+        floats = [tensor for tensor in tensors if tensor is not None and tensor.is_floating_point()]
         return all(bool(tensor.isfinite().all()) for tensor in floats)
 
     def _dequantize(self, rows: slice, out: torch.Tensor) -> None:
@@ -243,7 +243,7 @@ class AffineCodes(QuantizedMatrix):
         return factors[:, :count] * outer[:, :count], per
 
     def _with(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> AffineCodes:
-        """Return a copy, whose tensors are `change(tensor, columns per element)`."""
+        """Return a copy with the tensors `change(tensor, columns per element)`."""
 
         def changed(tensor: torch.Tensor | None, per: int) -> torch.Tensor | None:
             return None if tensor is None else change(tensor, per)
@@ -357,12 +357,12 @@ def _each_group(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight:
-    """A matrix as a checkpoint stores it; a loader yields it in the place of a tensor.
+    """A matrix as a checkpoint stores it; a loader yields it instead of a tensor.
 
     Attributes:
         scheme: name of the `quantizations` component that reads it, "q4_k" for example.
         shape: rows and columns of the matrix that it stands for.
-        tensors: what is stored, by the last part of its name, "qweight" for example.
+        tensors: stored tensors, by the last part of their names, "qweight" for example.
         name: name of the weight, for schemes that differ by it; empty if the loader gives none.
     """
 
@@ -385,16 +385,16 @@ class QuantizedWeight:
         Raises:
             ValueError: it is missing, or has others.
         """
-        found = self.tensors.get(name)
-        if found is None:
+        tensor = self.tensors.get(name)
+        if tensor is None:
             stored = ", ".join(sorted(self.tensors)) or "nothing"
             raise ValueError(f"{name!r} is missing, expected {dtype} {list(shape)}, got {stored}")
-        if found.dtype != dtype or found.shape != shape:
+        if tensor.dtype != dtype or tensor.shape != shape:
             raise ValueError(
                 f"{name!r}: expected {dtype} {list(shape)} for a matrix {list(self.shape)}, got "
-                f"{found.dtype} {list(found.shape)}"
+                f"{tensor.dtype} {list(tensor.shape)}"
             )
-        return found
+        return tensor
 
 
 def _short(value: object) -> str:

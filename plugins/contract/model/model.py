@@ -1,4 +1,4 @@
-"""Models: what computes hidden states and logits of one architecture."""
+"""Models: compute hidden states and logits of one architecture."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelContext(Context["Model"]):
         max_model_len: maximum length of a sequence.
         ops: the operations of its layers, on that device.
         parallel: the share of the model that this rank computes; by default all of it.
-        hooks: what step parts change in the layers of a step.
+        hooks: changes of step parts in the layers of a step.
     """
 
     config: ModelConfig
@@ -77,8 +77,8 @@ def _is_size(value: Any, at_most: int) -> bool:
 
 
 def _are_sinks(sinks: Any, heads: int) -> bool:
-    found = getattr(sinks, "shape", None), str(getattr(sinks, "dtype", None))
-    return found == ((heads,), "torch.float32")
+    shape_and_dtype = getattr(sinks, "shape", None), str(getattr(sinks, "dtype", None))
+    return shape_and_dtype == ((heads,), "torch.float32")
 
 
 def _is_positive(value: Any) -> bool:
@@ -87,19 +87,19 @@ def _is_positive(value: Any) -> bool:
 
 SHAPES = fitting(
     "a shape per name",
-    lambda found: isinstance(found, Mapping) and all(map(is_shape, found.values())),
+    lambda value: isinstance(value, Mapping) and all(map(is_shape, value.values())),
 )
 CUTS = fitting(
     "a Cut inside of the shape of each name",
-    lambda found: (
-        isinstance(found, Mapping) and all(isinstance(cut, Cut) for cut in found.values())
+    lambda value: (
+        isinstance(value, Mapping) and all(isinstance(cut, Cut) for cut in value.values())
     ),
 )
-NAMES = fitting("names", lambda found: isinstance(found, Iterable) and not isinstance(found, str))
+NAMES = fitting("names", lambda value: isinstance(value, Iterable) and not isinstance(value, str))
 SPECS = fitting(
     "a list of KVSpec of whole numbers >= 1, a finite scale, a softcap > 0 and sinks float32 "
     "[num_heads], where num_kv_heads divides num_heads and value_size is at most head_size",
-    lambda found: isinstance(found, list) and all(map(_is_spec, found)),
+    lambda value: isinstance(value, list) and all(map(_is_spec, value)),
 )
 _STATE_DTYPES = (
     "float64",
@@ -119,21 +119,21 @@ def _is_state(tensors: Any) -> bool:
         isinstance(tensors, tuple)
         and len(tensors) > 0
         and all(
-            isinstance(one, TensorSpec) and is_shape(one.shape) and one.dtype in _STATE_DTYPES
-            for one in tensors
+            isinstance(spec, TensorSpec) and is_shape(spec.shape) and spec.dtype in _STATE_DTYPES
+            for spec in tensors
         )
     )
 
 
 STATES = fitting(
     "a list with a tuple of TensorSpec per layer, at least one in each",
-    lambda found: isinstance(found, list) and all(map(_is_state, found)),
+    lambda value: isinstance(value, list) and all(map(_is_state, value)),
 )
 EXPERTS = fitting(
     "layers and experts per token, or None",
-    lambda found: found is None or (is_shape(found) and len(found) == 2),
+    lambda value: value is None or (is_shape(value) and len(value) == 2),
 )
-VARIANT = fitting("a string", lambda found: isinstance(found, str))
+VARIANT = fitting("a string", lambda value: isinstance(value, str))
 
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -144,7 +144,7 @@ class Model(Component):
     """One architecture. Its entry-point name is the name in a checkpoint's `architectures`."""
 
     parallelism: ClassVar[tuple[str, ...]] = ()
-    """Which of "tensor", "pipeline" and "expert" of `parallel` it honours; others are refused."""
+    """Which of "tensor", "pipeline" and "expert" of `parallel` it honors; others are rejected."""
     generates: ClassVar[bool] = True
     """Whether it has logits of the next token; if not, step parts alone have tasks for it."""
     pooler: ClassVar[str] = "last"
@@ -155,10 +155,10 @@ class Model(Component):
     """Whether it reads `ForwardBatch.token_types`, unless the config has but one type."""
 
     sees_ahead: ClassVar[bool] = False
-    """Whether tokens of an image see those after them, by `AttentionStep.sees`."""
+    """Whether tokens of an image see later tokens of it, by `AttentionStep.sees`."""
 
     is_architecture: ClassVar[bool] = True
-    """Whether the plugin's name is that of the architecture which it computes."""
+    """Whether the plugin has the name of its architecture."""
 
     context: ModelContext
 
@@ -167,7 +167,7 @@ class Model(Component):
         """Return the name of the `models` plugin that computes an architecture; None if none does.
 
         Asked of the plugin in `models.use`, and of that in `models.fallback` about architectures
-        that are no name of a plugin. By default None.
+        that are not the name of a plugin. By default None.
         """
         return None
 
@@ -178,13 +178,13 @@ class Model(Component):
         Called in the frontend and in the engine, where the model itself is not built.
 
         Raises:
-            ModelError: the model's files ask for what is not supported.
+            ModelError: the model's files need an unsupported feature.
         """
         return None
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states that stages pass on; by default that of the config."""
+        """Width of the hidden states that stages exchange; by default the config's."""
         hf = self.context.config.hf
         return int(next(hf[name] for name in _WIDTHS if name in hf))
 
@@ -193,7 +193,8 @@ class Model(Component):
     def routed_experts(self) -> tuple[int, int] | None:
         """Layers of the whole model, and experts that a token has in each.
 
-        None, the default: it is no mixture of experts, or does not report which experts it chose.
+        None, the default: it is not a mixture of experts, or does not report which experts it
+        chose.
         """
         return None
 
@@ -214,7 +215,7 @@ class Model(Component):
         `forward` then computes with nothing but `context.ops`, `batch.attend`, operations of torch
         and views, and does not look at elements of tensors. Operations of torch are recorded on a
         GPU alone; `Ops.record` of a CPU notices them, and Python runs in every step. It holds for
-        the class that declares it, not for those derived from it. With it, steps of few tokens take
+        the declaring class, not for its subclasses. With it, steps of few tokens take
         less time: Python runs for the first ones of their size only. Steps that report
         `routed_experts` are not recorded.
         """
@@ -225,12 +226,12 @@ class Model(Component):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the needed checkpoint tensors, by Hugging Face name.
 
-        They are those of the whole tensors, of which this rank may need a part: `weight_cuts`.
+        The shapes are of whole tensors; this rank may need a part of them: `weight_cuts`.
         """
 
     @returns(CUTS)
     def weight_cuts(self) -> Mapping[str, Cut]:
-        """Return the parts of the tensors of which this rank needs a part; the others are whole.
+        """Return the parts of tensors that this rank needs; unnamed tensors are whole.
 
         `load_weights` gets these parts, and no more is read of the files where they allow it.
         """
@@ -247,15 +248,15 @@ class Model(Component):
 
     @returns(NAMES)
     def quantizable(self) -> Iterable[str]:
-        """Return the names in `weight_shapes` of matrices that may have few bits.
+        """Return the names in `weight_shapes` of quantizable matrices.
 
-        Those that have are given to `load_quantized`; the others, and by default all, to
+        Quantized weights are passed to `load_quantized`; the others, and by default all, to
         `load_weights` as tensors.
         """
         return ()
 
     def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
-        """Load a matrix of `quantizable`, cut as in `weight_cuts`, in the place of its tensor.
+        """Load a matrix of `quantizable`, cut as in `weight_cuts`, instead of its tensor.
 
         Called while `load_weights` asks for more weights.
         """
@@ -271,13 +272,13 @@ class Model(Component):
         return None
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load what `packed_weights` returned in an earlier process, instead of `load_weights`.
+        """Load the result of `packed_weights` from an earlier process, instead of `load_weights`.
 
         Args:
             tensors: tensors on the CPU, in memory that cannot be written to while they are used.
 
         Raises:
-            KeyError, ValueError: a name, shape or dtype is not what it should be; `load_weights`
+            KeyError, ValueError: a name, shape or dtype is wrong; `load_weights`
                 is called then.
         """
         raise NotImplementedError(f"{type(self).__name__} has no load_packed")
@@ -292,13 +293,13 @@ class Model(Component):
         """Return the tensors of each layer of this stage that keeps a state; by default none.
 
         A state replaces the keys and values of all tokens before: `forward` calls `batch.recur`
-        for such a layer. Speculation and KV connectors are refused for a model that has one.
+        for such a layer. Speculation and KV connectors are rejected for a model that has one.
         """
         return []
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return hidden states [tokens, hidden]; of a stage but the last, what the next one needs.
+        """Return hidden states [tokens, hidden], or the input of the next pipeline stage.
 
         Calls `batch.attend` once for each layer of `kv_specs`, with tensors of the context's dtype
         and device, and `batch.recur` once for each layer of `state_specs`. A step of two tokens is
@@ -315,7 +316,7 @@ class Model(Component):
     def unembed(self, residual: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab] of the residual stream after any layer [rows, hidden].
 
-        They are those of the model if it ended after the layer: its last norm, then
+        They are the logits of the model if it ended after the layer: its last norm, then
         `compute_logits`. For plugins; optional.
         """
         raise NotImplementedError(f"{type(self).__name__} has no unembed()")
@@ -326,7 +327,7 @@ class Model(Component):
         Called with a `media_format` alone, in the ranks of the first stage.
 
         Args:
-            modality: what all of them are.
+            modality: modality of all items.
             items: `MediaFormat.encoder_input` of each, on the context's device.
         """
         raise NotImplementedError(f"{type(self).__name__} has no encode_media")

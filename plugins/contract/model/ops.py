@@ -82,10 +82,10 @@ class Recorded(Protocol):
 
 
 class Ops(Component, LogitsOps):
-    """The operations of models besides attention, and those on logits. One per device.
+    """The operations of models besides attention, and operations on logits. One per device.
 
     `attend_within`, `experts`, `add_lora`, `scale`, `add` and all of `LogitsOps` have an
-    implementation in torch, which defines what is right; write those that you can make faster.
+    implementation in torch, which is the reference; write the ones that you can make faster.
 
     Tensors have the context's dtype and device unless stated otherwise. The last dimension is
     contiguous; rows may be parts of wider ones. A row's result must not depend on the other rows.
@@ -102,13 +102,13 @@ class Ops(Component, LogitsOps):
     """Supported values of `quantization.activations`; others raise ModelError.
 
     "none" multiplies the elements of x as they are. "int8" and "int16" round them in `linear`, for
-    parts of `pack_codes` whose values are consecutive (`AffineCodes.values`), in blocks of 32
+    parts of `pack_codes` with consecutive values (`AffineCodes.values`), in blocks of 32
     columns:
 
     * limit = 2047 for parts of 8 bits. For others it is 127 with "int8"; with "int16" it is 32767
       for 4 bits, 16383 for 5 and 8191 for 6.
-    * scale = (largest magnitude of the block, in float32) / limit. A block whose largest magnitude
-      is below 2^-100 has scale 0; one with a number that is not finite has scale NaN.
+    * scale = (largest magnitude of the block, in float32) / limit. A block with a largest magnitude
+      below 2^-100 has scale 0; one with a number that is not finite has scale NaN.
     * The integers are element * (limit / largest magnitude), with a float32 quotient and an exact
       product, rounded to the nearest, ties to even.
     * Each element counts as integer * scale, also in products with offsets. Sums of integers are
@@ -134,7 +134,7 @@ class Ops(Component, LogitsOps):
     def describe(self) -> str:
         """Return the text that the engine logs for it: "native_cpu (avx2)" for example.
 
-        By default the name, and why the engine does not use the one that it prefers.
+        By default the name, and the reason why the engine does not use the preferred operations.
         """
         reason = self.context.reason
         return f"{self.name} ({reason})" if reason else self.name
@@ -150,24 +150,24 @@ class Ops(Component, LogitsOps):
 
     @property
     def replayable(self) -> bool:
-        """Whether `record` works; this holds for the declaring class, not for those derived."""
+        """Whether `record` works; this holds for the declaring class, not for its subclasses."""
         return False
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recorded | None:  # noqa: ARG002
-        """Call `run` and return what repeats its operations; None if that is not possible.
+        """Call `run` and return a recording of its operations; None if that is not possible.
 
-        The operations of `run` are those of this object, of an attention backend and views. They
-        are repeated on the same tensors, whose elements may have changed: those that `run` read.
+        `run` calls operations of this object, of an attention backend and views. They
+        are repeated on the same tensors, possibly with other elements.
         With `record_sizes`, `run` may be called more than once, as its step is of padding alone;
         an error is logged, and no more steps are recorded.
         """
         return None
 
     def record_sizes(self, max_num_seqs: int) -> Sequence[int]:  # noqa: ARG002
-        """Return the numbers of sequences of which decode steps are recorded, ascending.
+        """Return the batch sizes for which decode steps are recorded, ascending.
 
-        Empty, the default: what `record` returns serves every step with as many tokens, whatever
-        their sequences. With sizes, it serves steps with one token per sequence alone, which are
+        Empty, the default: a recording serves every step with as many tokens, for any
+        sequences. With sizes, it serves steps with one token per sequence alone, which are
         padded to the next size (`AttentionStep`): a recording has the numbers that its kernels were
         started with, as CUDA graphs do.
 
@@ -185,7 +185,7 @@ class Ops(Component, LogitsOps):
     def layout(self) -> str:
         """Name of the layout of packed matrices; it differs where their bytes may differ.
 
-        With a name, what `pack` returns may be written to a file, and `linear` may get it back
+        With a name, the result of `pack` may be written to a file, and `linear` may get it
         in another process, from memory that cannot be written to. Empty, the default: it is not
         kept.
         """
@@ -204,7 +204,7 @@ class Ops(Component, LogitsOps):
         """Return W, some matrices stacked by rows, in the layout that `linear` takes.
 
         It stays as small as its codes where this object has a kernel for them (`code_bits`). By
-        default it is dequantised, rounded to the context's dtype, and packed.
+        default it is dequantized, rounded to the context's dtype, and packed.
 
         Args:
             parts: on the CPU; they have as many columns, and may differ in everything else.
@@ -225,7 +225,7 @@ class Ops(Component, LogitsOps):
         table of numbers.
 
         Args:
-            packed: what `pack_codes` returned for W.
+            packed: result of `pack_codes` for W.
             shape: rows and columns of W.
         """
         return None
@@ -244,7 +244,7 @@ class Ops(Component, LogitsOps):
         Called once per matrix. The function may keep `packed` and `bias`, which stay as they are.
 
         Args:
-            packed: what `pack` or `pack_codes` returned for W.
+            packed: result of `pack` or `pack_codes` for W.
             shape: rows and columns of W.
             bias: b, [rows of W].
             out_dtype: dtype of the results, which may have been rounded to the context's; None
@@ -304,10 +304,10 @@ class Ops(Component, LogitsOps):
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Return the attention of sequences whose tokens all see one another, shaped as q.
+        """Return the bidirectional attention within each of several sequences, shaped as q.
 
-        It is softmax(scale q k^T) v within each sequence, whose result does not depend on the
-        others.
+        It is softmax(scale q k^T) v within each sequence; the results do not depend on
+        each other.
 
         Args:
             q: [tokens, heads, head_size]; it may be a part of wider rows, as k and v may.
@@ -345,23 +345,23 @@ class Ops(Component, LogitsOps):
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return the function (x, chosen, weights) -> the weighted sum of experts, as x.
 
-        Expert e computes down[e] `silu_and_mul`(gate_up[e] x), rounded as `linear` and that are,
-        but for its own result: those of a row are summed in float32, times their weights, from the
+        Expert e computes down[e] `silu_and_mul`(gate_up[e] x), rounded like `linear` and
+        `silu_and_mul`; the results of a row are summed in float32, times their weights, from the
         lowest expert to the highest, and rounded once. Rows are computed together by expert, so
         that each matrix is read once. Called once per layer.
 
         `biases` and `clamped` are passed to models that have them alone; an `experts` of a class
-        that does not take them is refused together with these.
+        that does not take them is rejected together with these.
 
         The function's arguments are x [rows, hidden]; int64 [rows, k], the experts of each row, all
         different, where a number that is not in 0..experts - 1 stands for none; and their weights,
         float32 [rows, k]. A row without an expert gives 0.
 
         Args:
-            gate_up: for each expert, what `pack` returned for [2 * width, hidden], gate before up.
+            gate_up: for each expert, result of `pack` for [2 * width, hidden], gate before up.
             down: the same for [hidden, width].
             shape: (hidden, width).
-            biases: for each expert, what is added to gate_up[e] x, [2 * width], and to its result,
+            biases: for each expert, terms added to gate_up[e] x, [2 * width], and to its result,
                 [hidden]; None is without.
             clamped: takes the place of `silu_and_mul`.
         """
@@ -380,8 +380,8 @@ class Ops(Component, LogitsOps):
         ]
 
         def activate(inner: torch.Tensor) -> torch.Tensor:
-            own = self.silu_and_mul
-            return own(inner) if clamped is None else clamped.apply(inner, own)
+            silu_and_mul = self.silu_and_mul
+            return silu_and_mul(inner) if clamped is None else clamped.apply(inner, silu_and_mul)
 
         def run(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -404,9 +404,9 @@ class Ops(Component, LogitsOps):
         adapters: torch.Tensor,
         scales: torch.Tensor,
     ) -> None:
-        """Add what low-rank adapters change to y, in place (LoRA, arXiv:2106.09685).
+        """Add the products of low-rank adapters to y, in place (LoRA, arXiv:2106.09685).
 
-        A row of adapter i gets scales[i] * (x a[i]^T) b[i]^T, of which x a[i]^T is not rounded to
+        A row of adapter i gets scales[i] * (x a[i]^T) b[i]^T, with x a[i]^T not rounded to
         the context's dtype. Rows of a number that is not in 0..count - 1 have no adapter, and stay
         as they are. Ranks of zeros change no bits.
 

@@ -1,4 +1,4 @@
-"""Quantisation schemes, and the weights that checkpoints store for them."""
+"""Quantization schemes, and the weights that checkpoints store for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Quantization", "QuantizationContext", "QuantizedWeight"]
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationContext(Context["Quantization"]):
-    """Context of a quantisation scheme.
+    """Context of a quantization scheme.
 
     Attributes:
         device: device of the model.
         dtype: dtype of hidden states.
-        config: the checkpoint's own description of how it is quantised, `quantization_config` of a
+        config: the checkpoint's own description of how it is quantized, `quantization_config` of a
             Hugging Face config; empty if it has none, or if it names another scheme.
     """
 
@@ -33,19 +33,19 @@ class QuantizationContext(Context["Quantization"]):
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-MATRIX = fitting("a QuantizedMatrix", lambda found: isinstance(found, QuantizedMatrix))
+MATRIX = fitting("a QuantizedMatrix", lambda value: isinstance(value, QuantizedMatrix))
 COLUMNS = fitting(
     "a whole number >= 1",
-    lambda found: found is None or (type(found) is int and found >= 1),
+    lambda value: value is None or (type(value) is int and value >= 1),
 )
 STORED = fitting(
     "a number of bytes, or None",
-    lambda found: found is None or (type(found) is int and found >= 0),
+    lambda value: value is None or (type(value) is int and value >= 0),
 )
 
 
 class Quantization(Component):
-    """A scheme: makes matrices of few bits from numbers, or reads those of checkpoints.
+    """A quantization scheme: quantizes matrices, or reads the quantized matrices of checkpoints.
 
     A class overrides `quantize`, `read` or both. A constructor raises ModelError if the
     checkpoint's `config` has something that the scheme does not know. It is closed once the
@@ -56,7 +56,7 @@ class Quantization(Component):
     """Whether its matrices are no `AffineCodes` and multiply themselves (`QuantizedMatrix.linear`).
 
     Estimates of memory then count embeddings and experts in the model's dtype, as they are
-    dequantised, and the others by `stored_bytes` with all operations.
+    dequantized, and the others by `stored_bytes` with all operations.
     """
 
     context: QuantizationContext
@@ -68,7 +68,7 @@ class Quantization(Component):
 
     @returns(MATRIX, raises=(NotImplementedError, ValueError))
     def quantize(self, weight: torch.Tensor) -> QuantizedMatrix:
-        """Return a matrix of few bits that is close to a weight.
+        """Return a quantized matrix that is close to a weight.
 
         A part of a weight that is cut where `columns` of the result can be cut gives that part of
         the result.
@@ -78,14 +78,14 @@ class Quantization(Component):
 
         Raises:
             NotImplementedError: the scheme reads checkpoints only, which is the default.
-            ValueError: the weight cannot be quantised.
+            ValueError: the weight cannot be quantized.
         """
-        raise NotImplementedError(f"{self.name!r} does not quantise weights, it reads them")
+        raise NotImplementedError(f"{self.name!r} does not quantize weights, it reads them")
 
     def check(self, stored: QuantizedWeight) -> None:
-        """Check the names, dtypes and shapes of what a checkpoint stores.
+        """Check the names, dtypes and shapes of a stored matrix.
 
-        Called before any weight is read, if the loader reports what the files have
+        Called before any weight is read, if the loader reports the formats in the files
         (`WeightLoader.formats`). The default checks nothing.
 
         Args:
@@ -106,7 +106,7 @@ class Quantization(Component):
             NotImplementedError: no checkpoint stores the scheme, which is the default.
             ValueError: a tensor is missing, or its shape or content is wrong.
         """
-        raise NotImplementedError(f"{self.name!r} reads no checkpoints, it quantises weights")
+        raise NotImplementedError(f"{self.name!r} reads no checkpoints, it quantizes weights")
 
     @returns(COLUMNS)
     def alignment(
@@ -116,12 +116,12 @@ class Quantization(Component):
     ) -> int | None:
         """Return at which multiples of columns a matrix can be cut, before it is made or read.
 
-        With it, ranks whose columns are no whole groups are refused before weights are read. None,
-        the default: only the matrix itself shows it.
+        With it, ranks with columns that are not whole groups are rejected before weights are read.
+        None, the default: only the matrix itself shows it.
 
         Args:
             shape: shape of the whole matrix.
-            stored: what a checkpoint stores, on torch's device "meta", if its loader reports that;
+            stored: tensors in a checkpoint, on torch's device "meta", if its loader reports them;
                 None for a matrix that `quantize` makes.
         """
         return None

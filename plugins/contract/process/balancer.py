@@ -18,7 +18,7 @@ __all__ = ["BalancerContext", "EngineView", "LoadBalancer"]
 class EngineView(Protocol):
     """An engine that a request may be sent to, as the client of several engines sees it.
 
-    What the client itself counts is exact. What comes from the engine's last report is up to 100 ms
+    Counts of the client itself are exact. Figures of the engine's last report are up to 100 ms
     old, and older while the engine hangs.
     """
 
@@ -36,14 +36,14 @@ class EngineView(Protocol):
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """The tokens to compute of those of them that have no output yet; exact.
+        """Tokens to compute of the engine's requests that have no output yet; exact.
 
-        Those of their prompts, and of outputs that another engine gave, less what was cached.
+        Tokens of their prompts, and of outputs from another engine, minus cached ones.
         """
 
     @property
     def num_waiting(self) -> int:
-        """The requests that wait, of all clients, by its last report, and those on their way."""
+        """Waiting requests of all clients by the last report, and requests on their way."""
 
     @property
     def num_running(self) -> int:
@@ -80,15 +80,15 @@ class BalancerContext(Context["LoadBalancer"]):
     clock: Callable[[], float]
 
 
-def _engine_index(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> int:  # noqa: ARG001
-    engines = given[1]
+def _engine_index(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> int:  # noqa: ARG001
+    engines = originals[1]
     try:
-        found = -1 if isinstance(value, bool) else index(value)
+        position = -1 if isinstance(value, bool) else index(value)
     except TypeError:
         raise unusable(value, ", expected an index of engines") from None
-    if not 0 <= found < len(engines):
+    if not 0 <= position < len(engines):
         raise unusable(value, f", expected an index of engines, from 0 to {len(engines) - 1}")
-    return found
+    return position
 
 
 def _fewest_in_flight(request: EngineCoreRequest, engines: Sequence[EngineView]) -> int:  # noqa: ARG001
@@ -122,12 +122,12 @@ class LoadBalancer(Component):
     @returns(ENGINE_INDEX, otherwise=FEWEST_IN_FLIGHT)
     @abstractmethod
     def choose(self, request: EngineCoreRequest, engines: Sequence[EngineView]) -> int:
-        """Return the index in `engines` of the one that runs a request.
+        """Return the index in `engines` of the engine for a request.
 
         Called by one thread at a time. A call that takes longer than some microseconds delays all
         requests; look at a few engines rather than at all, where there may be many.
 
         Args:
             request: to be sent; it must not be changed.
-            engines: those that accept requests, at least two, in the order of their ranks.
+            engines: engines that accept requests, at least two, in the order of their ranks.
         """

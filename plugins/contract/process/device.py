@@ -74,10 +74,10 @@ def to_device(
 
     Args:
         values: a list or tuple of numbers, or of such lists; or a numpy array or a tensor on the
-            CPU, whose memory the result shares if it is on the CPU.
+            CPU; the result shares its memory if it is on the CPU.
         device: device of the result.
-        dtype: dtype of the result; None is that of the values, and for numbers the one that
-            torch.tensor chooses.
+        dtype: dtype of the result; None keeps the dtype of the values, and for numbers the default
+            of torch.tensor.
     """
     # Lists first: looking up whether something is a tensor takes a good part of a short step.
     if isinstance(values, list):

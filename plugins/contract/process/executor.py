@@ -2,7 +2,7 @@
 
 An executor gets a `WorkerLaunch` per rank, which is plain data, carries it to where the worker is
 to run, calls `open_worker` there, and passes on the engine's calls. `hardpoint.toolkit.workers` has
-libraries for it: `joining` makes one result of those of all ranks, `calls` encodes calls for
+libraries for it: `joining` merges the results of all ranks into one, `calls` encodes calls for
 anything that moves bytes.
 """
 
@@ -31,9 +31,9 @@ __all__ = ["Executor", "ExecutorContext", "WorkerLaunch", "open_worker"]
 
 
 def max_step_tokens(config: EngineConfig) -> int:
-    """Return the most tokens between those that a request has for certain and a step's last.
+    """Return the maximum number of tokens between a request's confirmed length and a step's end.
 
-    They are those of one step, or one of each step under way and the next token.
+    That is one step, or each pending step and the next token.
     """
     return max(config.scheduler.max_num_batched_tokens, Executor.MAX_CONCURRENT_BATCHES + 1)
 
@@ -56,7 +56,7 @@ class WorkerInfo:
             written before there was `Worker.idle`.
         idle_method: name of the worker's method that is to be called while the engine has nothing
             to do: "idle"; None if there is none.
-        process_id: id of the worker's process, by default of the one that makes this.
+        process_id: id of the worker's process, by default this process.
     """
 
     bytes_per_block: int
@@ -83,7 +83,7 @@ class WorkerInfo:
 
 
 class LateOutput:
-    """The result of a step whose tokens may still be on the device.
+    """The result of a step; its tokens may still be on the device.
 
     The executor calls `result` before any call of the worker other than `execute_model`, and in
     the thread of these calls.
@@ -123,7 +123,7 @@ class Worker(Protocol):
     """One rank's share of the model, made by `open_worker`.
 
     Ranks exchange tensors while they load the model and run steps, so every method but
-    `plugin_meters`, `abort`, `start_parts` and those of profiles is called in all ranks, in the
+    `plugin_meters`, `abort`, `start_parts` and the profile methods is called in all ranks, in the
     same order, and in threads or processes of their own. A worker is called by one thread at a
     time.
     """
@@ -148,15 +148,15 @@ class Worker(Protocol):
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> ModelRunnerOutput | None:
-        """Sample the tokens of a step whose `execute_model` returned None.
+        """Sample the tokens of a step if its `execute_model` returned None.
 
         Args:
             plan: the plan of that call.
             bitmask: as the executor got it; only the output rank needs it.
 
         Returns:
-            The result in the output rank. In the others None, or one that has the reports of the
-            rank's step parts and nothing else; see `join_outputs`.
+            The result in the output rank. In the others None, or a result that has the reports of
+            the rank's step parts and nothing else; see `join_outputs`.
         """
 
     def begin_sampling(
@@ -231,7 +231,7 @@ class Worker(Protocol):
         """Reallocate memory released by `sleep`: "weights", "kv_cache" or both."""
 
     def start_profile(self) -> None:
-        """Begin to record what runs.
+        """Start a profile of this worker.
 
         Raises:
             HardpointError: no folder is configured, or a profile is being recorded.
@@ -259,8 +259,8 @@ class WorkerLaunch:
         factory: `package.module:function` that makes the worker of a launch.
         rank: rank of the worker.
         world_size: number of ranks.
-        data: what the factory needs, as msgpack.
-        prepared: what the engine has built already, for a worker in its own process; not encoded.
+        data: inputs of the factory, as msgpack.
+        prepared: objects that the engine has built, for a worker in its own process; not encoded.
         on_forward: called by such a worker in each step that has tokens, when all is ready for the
             model; not encoded. An executor that calls the worker in another thread sets it, to
             hand out earlier results while the model computes.
@@ -352,20 +352,20 @@ class ExecutorContext(Context["Executor"]):
 
     Attributes:
         parallel: how many ranks there are, and which one samples.
-        launch: `launch(rank, placement)` returns what opens the worker of a rank. `placement` is
-                where the ranks run; None is all on this host.
+        launch: `launch(rank, placement)` returns the launch of the worker of a rank. `placement` is
+                the hosts of the ranks; None is all on this host.
         start_process: `start_process(launch, run, pass_fds)` starts a child process, which calls
             `run`, a `package.module:function`, with the launch, the child's end of the channel and
             the descriptors of `pass_fds` that it got. An error of `run` is the child's `failure`.
         progress: to call while weights are loaded.
         watchdog_seconds: duration of a call after which a worker writes the stacks of its threads
             to stderr; 0 is never.
-        watchdog_exits: whether a step that takes longer is a failure, of which the executor names
-            the ranks that hang, and ends them.
+        watchdog_exits: whether a step that takes longer is a failure: the executor names the ranks
+            that hang, and ends them.
         num_batches: steps that are to be in flight at once, if the executor can: one for each stage
             of a pipeline, or two with `scheduler.asynchronous`.
         all_report: whether ranks that do not sample return results of steps as well, which
-            `join_outputs` joins; if not, only that of the output rank has to be sent.
+            `join_outputs` joins; if not, only the output rank's result has to be sent.
     """
 
     parallel: ParallelConfig
@@ -392,8 +392,8 @@ class Executor(Component):
         """Steps in flight at most, 1 to MAX_CONCURRENT_BATCHES, 7; more than 1 is a pipeline.
 
         In a pipeline `sample_tokens` is called before the step's `execute_model` is done, and
-        begins after it. If `execute_model` itself returns a result, that of `sample_tokens` is
-        ignored.
+        begins after it. If `execute_model` itself returns a result, the result of `sample_tokens`
+        is ignored.
         """
         return 1
 
@@ -418,7 +418,7 @@ class Executor(Component):
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
-        """Sample the tokens of a step whose `execute_model` returned None.
+        """Sample the tokens of a step if its `execute_model` returned None.
 
         A request of the plan for which the result has no token, though it is computed to its last
         one, or has too many, ends with an error that names the executor.

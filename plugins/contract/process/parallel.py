@@ -38,8 +38,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             are on several.
         store: `host:port` of a torch TCPStore, for ranks on several hosts. The worker of rank 0 of
             the engine serves it, for all groups, on this address only, until all ranks have met.
-        devices: index of each rank's GPU among those that its process may use. Empty is the rank's
-            place among the ranks of its host, which all may use the same GPUs.
+        devices: index of each rank's GPU among the GPUs that its process may use. Empty is the
+            rank's place among the ranks of its host, which all may use the same GPUs.
     """
 
     hosts: tuple[str, ...]
@@ -102,9 +102,9 @@ class Communicator(Component):
     The constructor returns once all ranks of the group have met; it raises ModelError if it cannot
     run here, and does so in all ranks alike, so that `parallel.communicator = "auto"` tries others.
     Tensors are on the context's device and contiguous. The calls of one rank are made by one thread
-    at a time, and are matched with those of the others in their order; those of `send` and `recv`
-    in the order between two ranks. A rank closes it when no other waits for it any more; what it
-    has sent and no rank has received by then may be lost.
+    at a time, and are matched with other ranks' calls in their order; calls of `send` and `recv`
+    in the order between two ranks. A rank closes it when no other waits for it any more; sent
+    tensors that no rank has received by then may be lost.
     """
 
     devices: ClassVar[tuple[str, ...]]
@@ -152,17 +152,17 @@ class Communicator(Component):
     def send(self, x: torch.Tensor, destination: int) -> None:
         """Send x to a rank; x may be changed when this returns.
 
-        It may wait for `destination` to receive what was sent before; for x itself only if that is
-        larger than what it can keep, which is some 100 KB at least.
+        It may wait for `destination` to receive earlier tensors; for x itself only if x is
+        larger than its buffer, which is some 100 KB at least.
         """
 
     @abstractmethod
     def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """Wait for what a rank has sent, and return it in x, which has its shape and dtype."""
+        """Receive a tensor from a rank into x, which has its shape and dtype, and return it."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Let all calls fail, those that wait too, in every rank if possible. For any thread.
+        """Let all calls fail, also waiting ones, in every rank if possible; thread-safe.
 
         They raise CommunicationAbortedError with the reason, also where another rank's process has
         ended: so executors distinguish the failure of a rank from the errors that follow from it.
@@ -213,13 +213,13 @@ class IndivisibleError(ModelError):
     """A part of a model cannot be divided among the ranks; see `Parallel.share`.
 
     Attributes:
-        problem: the message without the sizes that would do for this part, of which not all may do
-            for the others.
+        problem: the message without the valid sizes for this part; other parts may need
+            other sizes.
         count: number of the things that are to be divided.
     """
 
     def __init__(self, count: int, what: str, size: int) -> None:
-        """Say that `count` things, called `what`, cannot be divided among `size` ranks."""
+        """Create the error of `count` units that `size` ranks cannot share equally."""
         self.count = count
         self.problem = f"parallel.tensor: {count} {what} cannot be divided among {size} ranks"
         fitting = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
@@ -275,7 +275,7 @@ class Parallel:
 
         Args:
             count: number of heads, columns or whatever is divided.
-            what: names them in the message: "attention heads" for example.
+            what: name of the units in the message, such as "attention heads".
 
         Raises:
             IndivisibleError: they do not divide; the message names sizes that do. At an engine's
@@ -288,7 +288,7 @@ class Parallel:
         return range(self.tensor.rank * part, (self.tensor.rank + 1) * part)
 
     def share_experts(self, count: int) -> range:
-        """Return which of `count` experts this rank has, of those of a layer.
+        """Return the indices of this rank's experts among the `count` experts of a layer.
 
         Raises:
             ModelError: they do not divide.
@@ -310,7 +310,7 @@ class Parallel:
 
         Args:
             count: number of key and value heads.
-            what: names them in the message.
+            what: name of the units in the message.
 
         Raises:
             IndivisibleError: they neither divide among the ranks, nor the ranks among them.
@@ -324,7 +324,7 @@ class Parallel:
     def padded_share(self, count: int) -> range:
         """Return which of `count` rows this rank has, where the last ranks may have fewer or none.
 
-        Every rank computes with `-(-count // size)` rows, of which those that are missing are zero.
+        Every rank computes with `-(-count // size)` rows; missing rows are zero.
         """
         part = -(-count // self.tensor.size)
         start = min(self.tensor.rank * part, count)

@@ -18,7 +18,7 @@ class EngineLoad(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
         num_steps: steps that computed any token, since the engine's start.
         adapters: names of the loaded adapters.
         last_request: id of the last request that the engine had read of the client that gets this;
-            those that it sent later are not counted. None before the first.
+            later requests are not counted. None before the first.
         is_leaving: whether it takes no more requests, because its process was asked to end.
     """
 
@@ -34,18 +34,18 @@ class EngineLoad(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
 class KVCacheChanges(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """Changes of the blocks that can be found in the first group of an engine's KV cache.
 
-    Those of several steps may be in one, which has the last change of each block. A block is named
-    by the first `BLOCK_KEY_BYTES` of its hash, which covers all that its content depends on.
+    Changes of several steps may be in one message, which has the last change of each block. A block
+    is named by the first `BLOCK_KEY_BYTES` of its hash, which covers all inputs of its content.
 
     The steps with changes are numbered from 0. Where `first` is not the number after the `last` one
-    of the message before, changes are missing: the engine drops those that a client leaves unread
-    once they are too many. All that was known of the engine may then be wrong, until `cleared`, or
+    of the message before, changes are missing: the engine drops changes that a client leaves unread
+    once they are too many. The state of the engine may then be wrong, until `cleared`, or
     until the control call `cached_blocks` has returned all blocks.
 
     Attributes:
         first: number of the first step.
         last: number of the last step; less than `first` if there is none, all were dropped.
-        cleared: whether all blocks were dropped; those of `stored` came later.
+        cleared: whether all blocks were dropped; blocks in `stored` came later.
         stored: blocks that can be found now.
         removed: blocks that cannot be found any more.
     """

@@ -18,13 +18,13 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
     them. Where two markers end at the same token, the longer one counts.
 
     Attributes:
-        start: sequences, each of which begins reasoning.
-        end: sequences, each of which ends it; a thinking budget forces the first one.
+        start: sequences that begin reasoning.
+        end: sequences that end it; a thinking budget forces the first one.
         begins_open: whether every output begins inside reasoning, whatever its prompt ends with.
-        message_prefix: the tokens from the end of reasoning to the next message, in formats whose
-            outputs consist of messages.
+        message_prefix: the tokens from the end of reasoning to the next message, in formats with
+            outputs of several messages.
         content_prefix: the tokens from there to the text of an answer, such as the header of a
-            message. A grammar begins after both; what the prompt ends with of them is not
+            message. A grammar begins after both; tokens of them at the end of the prompt are not
             repeated.
         calls: special tokens that begin a call, and so the answer, inside reasoning too, where the
             request has tools. They are the answer's first; a request with a grammar gets none of
@@ -75,7 +75,7 @@ def _last(markers: Sequence[Sequence[int]], token_ids: Sequence[int]) -> tuple[i
 
 
 def _as_bytes(token_ids: Sequence[int | None]) -> bytes:
-    """Return tokens as 64-bit integers; None, an embedding, becomes what no marker has."""
+    """Return tokens as 64-bit integers; None, an embedding, becomes a value outside all markers."""
     known: Any = token_ids
     try:
         return array("q", known).tobytes()
@@ -88,10 +88,10 @@ def _end_of_last(marker: Sequence[int], text: bytes) -> int:
     if not marker:
         return 0
     needle, width = array("q", marker).tobytes(), array("q").itemsize
-    found = text.rfind(needle)
-    while found > 0 and found % width:  # a match that begins inside a token
-        found = text.rfind(needle, 0, found + len(needle) - 1)
-    return found // width + len(marker) if found >= 0 else 0
+    start = text.rfind(needle)
+    while start > 0 and start % width:  # a match that begins inside a token
+        start = text.rfind(needle, 0, start + len(needle) - 1)
+    return start // width + len(marker) if start >= 0 else 0
 
 
 class ReasoningPosition(NamedTuple):

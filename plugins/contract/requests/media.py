@@ -1,4 +1,4 @@
-"""Images of prompts: decoded, and as what an encoder gets."""
+"""Images of prompts: decoded images and encoder inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ProcessedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc
         width, height: size of the image itself.
         content_hash: `Image.content_hash` of the image itself.
         settings: `MediaFormat.settings` that it was processed with.
-        data: what the model's processor made of it.
+        data: result of the model's processor.
         shape: shape of data, if it differs between images.
     """
 
@@ -57,8 +57,8 @@ class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         identifier: a hash of the content; equal content is encoded once.
         offset: prompt position of its first placeholder token.
         length: placeholder tokens that it covers; also its cost in the encoder budget.
-        modality: what it is: "image".
-        sees_itself: whether its tokens see those after them, up to its last one. They are computed
+        modality: "image".
+        sees_itself: whether its tokens see later tokens, up to its last one. They are computed
             in one step then, and no cached prefix ends between them.
         data: array for the encoder; there for `RequestFilter.check` of the encoding part.
             The engine takes it off then: schedulers and workers get None, and the part sends it
@@ -83,7 +83,7 @@ class ImageSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
 
     Attributes:
         url: a `data:` URL; or, where the operator allows it, an http, https or `file:` URL.
-        place: what errors call it: "messages[0].content[1].image_url.url".
+        place: its path in errors: "messages[0].content[1].image_url.url".
         owner: whom it is of: the name of a server's key; owners have turns, and at most
             `images.max_queued` images at once. Empty where there are no keys.
     """

@@ -1,4 +1,4 @@
-"""How a model's prompts have media: the tokens in their places, and what its encoder gets."""
+"""Media formats: placeholder tokens in prompts, and the inputs of the encoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MediaFormat"]
 
 
 class MediaFormat:
-    """How images become tokens of a model's prompts, and what the model's encoder gets of them.
+    """The placeholder tokens of images in a model's prompts, and the inputs of its encoder.
 
     Each placeholder of a prompt is replaced by the tokens of one image:
     `around`, `begin_ids`, `token_ids`, `end_ids`, `around`.
@@ -39,11 +39,12 @@ class MediaFormat:
             the prompt next to them, where the tokenizer has one.
         num_tokens: tokens of an image, at most.
         sees_itself: see `MultiModalFeature.sees_itself`; the model has `sees_ahead` then.
-        item_shape: shape of what the encoder gets of an image, -1 for sizes that differ; its
+        item_shape: shape of the encoder's input for an image, -1 for sizes that differ; its
             numbers are uint8.
         max_item_bytes: largest size of an item in bytes; needed with a -1 in `item_shape`.
-        position_axes: axes of the positions of tokens. With more than one, `positions` has those
-            of an image, and `ForwardBatch.positions` is [axes, tokens] in steps with its tokens.
+        position_axes: axes of the positions of tokens. With more than one, `positions` returns the
+            positions of an image, and `ForwardBatch.positions` is [axes, tokens] in steps with its
+            tokens.
         extra_layers: decoder layers after which embeddings of an image are added to the hidden
             states, the first ones; `encode_media` returns [tokens, (1 + extra_layers) *
             hidden_size] then. The model calls `LayerHooks.added`.

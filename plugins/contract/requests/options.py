@@ -20,7 +20,7 @@ class RequestOptions(TypedDict, total=False):
 
     Attributes:
         priority: smaller is more important; by default 0.
-        timeout: seconds after which it ends with finish reason "timeout" and what it has so far;
+        timeout: seconds after which it ends with finish reason "timeout" and its output so far;
             None, the default, is never.
         tags: free-form labels for policies and sinks, such as {"tenant": "acme"}.
         cache_salt: prompts with different salts never share cached beginnings.
@@ -28,12 +28,12 @@ class RequestOptions(TypedDict, total=False):
             a prompt that one engine computes for another one, for example.
         trace_headers: headers of the trace that the request belongs to, such as {"traceparent":
             "00-..."}; sinks get them with the finished request.
-        truncate_prompt_tokens: last tokens of the prompt that are kept; -1 keeps those that leave
-            room for `max_tokens`; None, the default, refuses a prompt that is too long.
-        lora_request: the adapter that changes the model for this request; one that is not loaded
-            yet is loaded from its `path`. None, the default, is the model itself.
+        truncate_prompt_tokens: number of last prompt tokens to keep; -1 leaves
+            room for `max_tokens`; None, the default, rejects a prompt that is too long.
+        lora_request: the adapter that changes the model for this request; an adapter that is not
+            loaded yet is loaded from its `path`. None, the default, is the model itself.
         session: name of the conversation that the request belongs to, for `retain_seconds`.
-        retain_seconds: how long, from its end on, what was computed for it is to be kept in the
+        retain_seconds: time, from its end on, for which its computed blocks are kept in the
             prefix cache rather than other requests' blocks; see `CompletionOutput.part_figures`.
             None, the default, is as others.
         data_parallel_rank: number of the engine that runs the request, of several

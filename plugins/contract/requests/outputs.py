@@ -41,10 +41,10 @@ class FinishReason(IntEnum):
 
 
 class TokenLogprobs(msgspec.Struct, gc=False):
-    """Log-probabilities at one position: of the chosen token, then of those asked for.
+    """Log-probabilities at one position: of the chosen token, then of the requested ones.
 
     Attributes:
-        token_ids: the chosen token, the likeliest ones asked for, then those of
+        token_ids: the chosen token, the requested number of likeliest ones, then the tokens in
             `SamplingParams.logprob_token_ids`.
         logprobs: natural logarithms, one per entry of `token_ids`.
         rank: rank of the chosen token; 1 is the likeliest.
@@ -76,20 +76,20 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
             engine matches stop strings; a mapping if a plugin returned a `Finish`.
         prompt_logprobs: logprobs of the prompt positions computed since the last output; None at
             the prompt's first position.
-        error: with FinishReason.ERROR, what failed, and in which plugin or model.
+        error: with FinishReason.ERROR, the reason, and the responsible plugin or model.
         faulty_plugin: with FinishReason.ERROR, the name of the responsible plugin, if any.
         events: since the last output; only with statistics.
         num_cached_tokens: in the first output, prompt tokens that were not computed.
         kv_transfer_params: in the last output, from the KV connector.
-        error_kind: name of the error's class, if the engine refused the request with `error`, or
+        error_kind: name of the error's class, if the engine rejected the request with `error`, or
             died.
         pooling_output: result of a pooling request.
         num_nans_in_logits: NaN logits that the executor counted, which no built-in one does.
         prefill_stats: in the output of the step that completed the prompt.
-        routed_experts: experts of the positions computed since the last output, as those of
+        routed_experts: experts of the positions computed since the last output, as in
             CompletionOutput; they follow one another from the first position of the prompt.
-        trace_headers: in the last output, those of the request.
-        part_figures: figures so far, by the step part; those of `SamplingParams.include`.
+        trace_headers: in the last output, the trace headers of the request.
+        part_figures: figures so far, by the step part, for the parts in `SamplingParams.include`.
         part_arrays: numbers of positions since the last output, by part and name.
         num_resumes: in the last output, how often the request went on at another engine; the
             client of several engines sets it.
@@ -134,12 +134,12 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
     Attributes:
         timestamp: seconds on the engine's clock; 0.0 becomes now on construction.
         finished_requests: ids that ended since the last step; unless `report_finished` is set, only
-            those that the engine aborted or refused. None stands for an empty set.
+            requests that the engine aborted or rejected. None stands for an empty set.
         engine_index: index of the engine that sends them.
         scheduler_stats: state of its scheduler; None unless statistics are collected.
         load: its load, if it has changed; None unless clients divide requests among engines.
-        cache_changes: changes of its KV cache; None unless clients choose engines by what these
-            have cached.
+        cache_changes: changes of its KV cache; None unless clients choose engines by their cached
+            blocks.
         start_wave: the wave that the engine has started; None unless engines share experts.
         wave_complete: the wave that all engines have ended.
     """
@@ -176,7 +176,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call of a tool; of a streamed one, what is new.
+    """A call of a tool; in a stream, its new part.
 
     Attributes:
         index: among the calls of the completion.
@@ -198,13 +198,13 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
 
     Attributes:
         index: among the `n` completions.
-        text: detokenised output; empty with `detokenize=False`.
+        text: detokenized output; empty with `detokenize=False`.
         token_ids: output tokens; the stop token, if any, is the last.
         reasoning: part of the text that an output parser finds to be reasoning; None without any.
         content: part of the text that is the answer; None without any, or without an output parser.
         tool_calls: tool calls in the text; None or at least one.
-        warning: what an output parser finds wrong: a malformed call, or reasoning without an end.
-        validation_error: what is wrong with an answer that is JSON of a `lenient` schema.
+        warning: problem that an output parser found: a malformed call, or reasoning without an end.
+        validation_error: mistake in an answer that is JSON of a `lenient` schema.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
         logprobs: per output position, token id to Logprob; of outputs that came with the prompt,
             there are none, here and in the sum.
@@ -212,14 +212,14 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
             None while running.
         stop_reason: the stop string or stop token id that ended it; of a plugin that ended it, a
             mapping with its name as "plugin" and its "reason".
-        error: with "error", what failed, and in which plugin or model.
-        error_kind: with "error", the name of the error's class, if the engine refused the request
+        error: with "error", the reason, and the responsible plugin or model.
+        error_kind: with "error", the name of the error's class, if the engine rejected the request
             or died.
         metrics: in the last output; None unless `stats.request_metrics` is on.
         routed_experts: in the last output, if `SamplingParams.routed_experts` asks for them: the
             experts that each token of the prompt and the output chose, the likeliest first, int32
             array [positions, layers, experts per token]. The last token has none, as it was not
-            computed. -1 stands for none: in layers without experts, and in positions whose keys
+            computed. -1 stands for none: in layers without experts, and in positions with keys
             and values came from the prefix cache.
         part_figures: in the last output, figures of the parts that `SamplingParams.include` names.
         part_arrays: in the last output, numbers of positions, by step part and name.
@@ -289,7 +289,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def num_resumes(self) -> int:
-        """How often its completions went on at another engine; of those that have ended."""
+        """Number of migrations of its finished completions to another engine."""
         return sum(completion.num_resumes for completion in self.outputs)
 
 
@@ -302,8 +302,8 @@ class PoolingRequestOutput(msgspec.Struct, kw_only=True):
         prompt_token_ids: None at positions of embeddings.
         finished: whether it has ended.
         finish_reason: as of a CompletionOutput.
-        error: with "error", what failed, and in which plugin or model.
-        error_kind: with "error", the name of the error's class, if the engine refused the request
+        error: with "error", the reason, and the responsible plugin or model.
+        error_kind: with "error", the name of the error's class, if the engine rejected the request
             or died.
     """
 

@@ -38,7 +38,7 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     """Each holds the whole output so far."""
     DELTA = 1
-    """Each holds what is new."""
+    """Each holds the new text and tokens."""
     FINAL_ONLY = 2
     """There is one, at the end."""
 
@@ -72,7 +72,7 @@ class SamplingParams(Strict, metaclass=SuggestingMeta, omit_defaults=True):
     Attributes:
         n: completions per prompt.
         temperature: below 1e-5 is greedy; larger is more random.
-        top_p: keep the smallest set of tokens whose total probability reaches it; 1 is off.
+        top_p: keep the smallest set of tokens with at least this total probability; 1 is off.
         top_k: keep the k likeliest tokens; 0 or -1 is off.
         min_p: drop tokens less likely than `min_p` times the likeliest; 0 is off.
         seed: makes sampling repeatable; None draws one per request.
@@ -80,15 +80,15 @@ class SamplingParams(Strict, metaclass=SuggestingMeta, omit_defaults=True):
             is 16, and None in calls that take messages: see `for_chat`.
         min_tokens: minimum number of output tokens before a stop token, before the token that
             completes a stop string, and before an end by `repetition_detection`.
-        stop: strings that end the text; cut off unless `include_stop_str_in_output`. The one that
-            is completed first counts, of several that end together the first one in the list.
+        stop: strings that end the text; cut off unless `include_stop_str_in_output`. The string
+            that is completed first counts, of several that end together the first one in the list.
         stop_token_ids: tokens that end it, in addition to the model's end-of-sequence tokens.
         ignore_eos: do not stop at the model's own end-of-sequence tokens.
-        logprobs: number of likeliest tokens whose log-probabilities are returned at each output
-            position, with that of the chosen token; -1 is the whole vocabulary.
-        logprob_token_ids: tokens whose log-probabilities are returned at each output position, with
-            that of the chosen token and of the likeliest ones, if `logprobs` asks for some: at most
-            128, and one that is named twice counts once.
+        logprobs: number of likeliest tokens with log-probabilities returned at each output
+            position, besides the chosen token's; -1 is the whole vocabulary.
+        logprob_token_ids: tokens with log-probabilities returned at each output position, besides
+            the chosen token and the likeliest ones, if `logprobs` asks for some: at most
+            128; duplicates count once.
         prompt_logprobs: the same as `logprobs` for each prompt position after the first.
         presence_penalty: subtracted once from the logit of every token in the output.
         frequency_penalty: subtracted for every occurrence in the output.
@@ -111,10 +111,10 @@ class SamplingParams(Strict, metaclass=SuggestingMeta, omit_defaults=True):
             None is the first of the configuration's `speculation.use`. It changes no output.
         routed_experts: return the experts that a mixture of experts chose for each token; see
             `CompletionOutput.routed_experts`.
-        skip_reading_prefix_cache: compute all of the prompt, also what the prefix cache has.
-        include: names of step parts whose figures of this request come with its last output, such
+        skip_reading_prefix_cache: compute all of the prompt, also tokens in the prefix cache.
+        include: names of step parts that add their figures of this request to its last output, such
             as "speculation"; see `CompletionOutput.part_figures`.
-        structured: what the answer must be: JSON of a schema, for example. A mapping with the
+        structured: constraint on the answer, such as a JSON schema. A mapping with the
             fields of `StructuredOutputs` will do.
         logits_processors: callables `(output_ids, logits)` or `(prompt_ids, output_ids, logits)`
             that return the logits [vocab] of this request; only if the engine runs in the caller's
@@ -188,12 +188,12 @@ class SamplingParams(Strict, metaclass=SuggestingMeta, omit_defaults=True):
         """Return an equal object with every field checked.
 
         Raises:
-            RequestError: naming the field, its value and what would be right.
+            RequestError: naming the field, its value and the expectation.
         """
         structured = self.structured
         if structured is not None:  # which may hold a type
             structured = StructuredOutputs.checked(structured)
-        plain = msgspec.structs.replace(  # functions are no data
+        plain = msgspec.structs.replace(  # functions are not data
             self, logits_processors=[], structured=structured
         )
         params = convert(plain, SamplingParams, path="", error=RequestError)
@@ -231,7 +231,7 @@ class PoolingParams(Strict, omit_defaults=True):
         pooler: name of an enabled pooler, which makes one vector of the hidden states of the
             prompt, or one for each token; None is the model's.
         use_activation: whether logits of classes become probabilities, by sigmoid or softmax; None
-            is what the model's files state, mostly true.
+            uses the setting in the model's files, mostly true.
         plugin_args: arguments of poolers by name, each a mapping or an `Arguments` instance.
     """
 
@@ -243,16 +243,16 @@ class PoolingParams(Strict, omit_defaults=True):
     plugin_args: dict[str, Any] = {}
 
 
-def _callables(given: Any) -> list[Any]:
+def _callables(value: Any) -> list[Any]:
     """Return `logits_processors` as a new list.
 
     Raises:
-        RequestError: it is no list, or an item is no callable.
+        RequestError: it is not a list, or an item is not a callable.
     """
-    if not isinstance(given, list):
-        raise RequestError(f"logits_processors: expected a list, got {type(given).__name__}")
+    if not isinstance(value, list):
+        raise RequestError(f"logits_processors: expected a list, got {type(value).__name__}")
     try:
-        callables = list(given)
+        callables = list(value)
     except Exception as cause:  # of a subclass
         raise RequestError(f"logits_processors: {reason_of(cause)}") from cause
     for index, item in enumerate(callables):
@@ -266,7 +266,7 @@ def _callables(given: Any) -> list[Any]:
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, what `apply_chat_template` returns, or a mapping that a step part reads."""
+"""A text, token ids, a result of `apply_chat_template`, or a mapping for a step part."""
 
 
 def ids_after_embeddings(known_ids: Sequence[int | None]) -> list[int]:
@@ -278,7 +278,7 @@ def ids_after_embeddings(known_ids: Sequence[int | None]) -> list[int]:
 
 
 class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A wish that what a request computes stays in the KV cache after its end.
+    """A request to retain computed blocks in the prefix cache after the request's end.
 
     Attributes:
         session: name of the conversation that the request belongs to.
@@ -327,12 +327,12 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             only `output_kind` is used.
         second_type_start: position, in a pair of texts, of the first token of type 1; the length of
             the prompt, if no token has that type. None: the prompt is not a pair.
-        prompt_embeds: array [positions, hidden] of the positions that are no token ids, in their
+        prompt_embeds: array [positions, hidden] of the positions that are not token ids, in their
             order, as float32, float16, or uint16 with the bits of bfloat16; None if all are.
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
         reasoning_parser_kwargs: None; `plugin_args` has the arguments of parsers.
-        resumed: what another engine has sent of it, which this one continues; None of a new one.
+        resumed: output so far of another engine, which this one continues; None of a new one.
         is_admitted: whether another engine has admitted it, so that no limit of waiting applies.
         generation: generation of the plugins that it finishes with; set by the frontend.
     """
@@ -375,11 +375,11 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             return self.prompt_token_ids
         is_id = self.prompt_is_token_ids
         if is_id is None:
-            found: list[Any] = [None] * len(self.prompt_token_ids)
+            ids: list[Any] = [None] * len(self.prompt_token_ids)
         else:
             pairs = zip(self.prompt_token_ids, is_id, strict=True)
-            found = [token if known else None for token, known in pairs]
-        return found
+            ids = [token if known else None for token, known in pairs]
+        return ids
 
     @property
     def last_prompt_ids(self) -> list[int]:
@@ -400,7 +400,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     def whole_prefix(self, num_tokens: int) -> int:
         """Return the length of the longest prefix, of at most so many tokens, that cuts no feature.
 
-        Only features whose tokens see those after them are not to be cut.
+        Only features with tokens that see later ones must not be cut.
         """
         for feature in self.features:
             if feature.sees_itself and feature.offset < num_tokens < feature.end:

@@ -27,12 +27,12 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class NewRequest(msgspec.Struct, frozen=True):
-    """A request that a worker does not have: a new one, or one that was preempted.
+    """A request that a worker does not have: new, or resumed after a preemption.
 
     Attributes:
         output_token_ids: output so far; empty unless it was preempted, or came from another engine.
         block_ids: its whole block table, one list per group.
-        num_computed_tokens: leading tokens whose keys and values are in those blocks.
+        num_computed_tokens: leading tokens with keys and values in these blocks.
         resumed: whether it was preempted before.
     """
 
@@ -61,7 +61,7 @@ class CachedRequests(msgspec.Struct, frozen=True):
     Attributes:
         request_ids: in the scheduler's order.
         num_computed_tokens: one per request id, before this step.
-        new_block_ids: blocks to append per group, by request id, for those that get any.
+        new_block_ids: blocks to append per group, by request id, for requests that get any.
     """
 
     request_ids: Sequence[str] = ()
@@ -73,7 +73,7 @@ class PartData(msgspec.Struct, frozen=True):
     """Data of a step part for its worker halves.
 
     Attributes:
-        data: what the engine's half returned from `begin`.
+        data: result of `begin` of the engine's half.
         request_ids: requests of the plan that use the part, in the plan's order; None is all, of a
             part with `every_plan`.
     """
@@ -87,14 +87,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: serial number of the plan, from 1.
-        new_requests: requests sent in full, those that resume after preemption included.
+        new_requests: requests sent in full, including requests that resume after preemption.
         cached_requests: requests that the worker has, sent as changes.
         num_scheduled_tokens: per request id, at least 1.
         total_num_scheduled_tokens: their sum.
         draft_token_ids: per request id, drafts to verify; part of its scheduled tokens. NO_DRAFT
-            stands for one that does not exist.
+            stands for a draft that does not exist.
         encoder_inputs: per request id, indices of the features to encode in this step.
-        freed_encoder_inputs: identifiers whose embeddings a worker drops, before it encodes;
+        freed_encoder_inputs: identifiers of embeddings to drop before the worker encodes;
             each is sent once, also to workers that never had it.
         structured_request_ids: requests with a grammar, with their index among the scheduled ones;
             set by schedulers of contract 1 only. Step parts know their requests.
@@ -103,7 +103,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         sampled: results that came in since the last plan, in the order of their plans; the engine
             fills them in where there are several workers, because only one of them samples.
         kv_connector_metadata: metadata that schedulers of contract 1 get from `connector`; None
-            otherwise. The data of a KV connector is that of a step part.
+            otherwise. The data of a KV connector is in its step part.
         part_data: from the engine's half of each step part to its worker halves, by the part's
             name; the engine fills it in.
         num_common_prefix_blocks: set by schedulers of contract 1 only; nothing reads it.
@@ -155,7 +155,7 @@ class RequestFault(msgspec.Struct, frozen=True):
     """The error that ends a request.
 
     Attributes:
-        message: what failed, and in which plugin or model.
+        message: the reason, and the responsible plugin or model.
         plugin: name of the responsible logits processor; None if it is the model.
     """
 
@@ -219,12 +219,12 @@ class ModelRunnerOutput:
         sampled_token_ids: per request computed up to its last token: accepted drafts, then one
             sampled token.
         logprobs: per request that asked for them, one entry per sampled token.
-        prompt_logprobs: per request that asked for them, those of the prompt positions of this
-            step; None for the first position.
+        prompt_logprobs: per request that asked for them, log-probabilities of this step's prompt
+            positions; None for the first position.
         faults: requests that must end with an error; no token was sampled for them.
-        kv_loaded: requests whose keys and values a step part has now loaded; the part sets it and
-            the next two in its `result`.
-        kv_saved: ended requests whose blocks the part no longer needs.
+        kv_loaded: requests with keys and values that a step part has now loaded; the part sets it
+            and the next two in its `result`.
+        kv_saved: ended requests with blocks that the part no longer needs.
         invalid_block_ids: blocks that could not be loaded; their content is computed instead.
         num_nans_in_logits: number of NaN logits, per request that had any. Built-in workers do not
             count them; an executor of another package may.

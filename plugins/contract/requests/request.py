@@ -31,7 +31,7 @@ class RequestStatus(Enum):
 class Request(Generic[ArgumentsT_co]):
     """A live request. Only the scheduler modifies it; policies get a view of it.
 
-    `Request[Arguments]` in an annotation states what a policy's arguments are.
+    `Request[Arguments]` in an annotation states the type of a policy's arguments.
 
     Attributes:
         source: the request as received.
@@ -42,19 +42,19 @@ class Request(Generic[ArgumentsT_co]):
         output_token_ids: output so far; a read-only list that `append` extends.
         num_prompt_tokens: length of the prompt.
         num_tokens: length of prompt and output together.
-        num_computed_tokens: leading tokens whose keys and values are in the cache, or will be after
+        num_computed_tokens: leading tokens with keys and values in the cache, now or after
             the planned steps.
         num_output_placeholders: tokens that planned steps will sample and that are not known yet.
         draft_token_ids: drafts to be verified by the next step.
         num_cached_tokens: tokens that needed no computing when it was first scheduled; -1 before.
-        num_prompt_logprobs: prompt positions whose log-probabilities were sent.
-        num_routed_positions: positions whose experts were sent.
+        num_prompt_logprobs: prompt positions with log-probabilities that were sent.
+        num_routed_positions: positions with experts that were sent.
         num_preemptions: number of preemptions.
         num_overtaken: steps that admitted another request first while it was set aside.
         events: events not sent yet.
-        arguments: for the policy: what its `prepare` made of those that the request gives, the
+        arguments: for the policy: result of its `prepare` for the request's arguments, the
             defaults if it gives none. The engine sets it before a policy gets the request.
-        view: what policies get for it, made for the first one that is called. A scheduler sets it
+        view: view of it for policies, made for the first one that is called. A scheduler sets it
             to None when the request ends.
     """
 
@@ -82,7 +82,7 @@ class Request(Generic[ArgumentsT_co]):
     )
 
     def __init__(self, source: EngineCoreRequest, order: int = 0) -> None:
-        """Create a request with no computed tokens; one that is resumed has its outputs."""
+        """Create a request with no computed tokens; a resumed request has its outputs."""
         self.source = source
         self.request_id = source.request_id
         self.arrival_time = source.arrival_time

@@ -16,7 +16,7 @@ class WeightRun(msgspec.Struct, frozen=True):
     Attributes:
         start: the first one of them, from 0; they end where the next run begins.
         version: version of the weights that they were sampled with.
-        kv_version: the oldest one of those that made the keys and values that they depend on.
+        kv_version: the oldest weight version of their keys and values.
     """
 
     start: int
@@ -30,11 +30,11 @@ class ResumedOutputs(
     """The outputs of a request that another engine has sent, after which this one goes on.
 
     The request is the same in all other fields, its seed and `timeout` included: the time that is
-    left. Outputs of the engine are what comes after.
+    left. Outputs of the engine continue after it.
 
     Attributes:
         output_token_ids: the output so far; may be empty.
-        observed_logprobs: those of all `EngineCoreOutput.observed_logprobs`, one for each of these
+        observed_logprobs: all `EngineCoreOutput.observed_logprobs` so far, one for each of these
             tokens; None if there were none.
         num_prompt_logprobs: entries of all `prompt_logprobs` of the outputs.
         num_routed_positions: rows of all `routed_experts` of the outputs.

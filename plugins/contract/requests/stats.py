@@ -27,7 +27,7 @@ class PrefixCacheStats(msgspec.Struct, gc=False):
     Attributes:
         requests: number of lookups.
         queried_tokens: tokens of the requests looked up.
-        hit_tokens: those of them that were cached.
+        hit_tokens: cached tokens among them.
     """
 
     requests: int = 0
@@ -40,9 +40,9 @@ class KVTierStats(msgspec.Struct, kw_only=True, gc=False):
 
     Attributes:
         hits, misses: blocks that were asked for, and were there or not.
-        loaded_blocks, loaded_bytes, load_seconds: what was loaded, and how long that took, summed
+        loaded_blocks, loaded_bytes, load_seconds: loads, and their time, summed
             over threads.
-        stored_blocks, stored_bytes, store_seconds: the same of what was stored.
+        stored_blocks, stored_bytes, store_seconds: the same for stores.
         dropped_blocks: blocks that were not stored, for lack of room or time.
         failures: calls that raised, took too long, or gave damaged or foreign bytes.
         used_bytes: bytes that it keeps; None if the tier does not report it.
@@ -86,8 +86,8 @@ class PrefillStats(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
 
     Attributes:
         num_prompt_tokens: its length.
-        num_cached_tokens: those that were not computed.
-        num_external_tokens: those of the cached ones that a KV connector loaded.
+        num_cached_tokens: tokens that were not computed.
+        num_external_tokens: cached tokens that a KV connector loaded.
     """
 
     num_prompt_tokens: int
@@ -100,15 +100,15 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
 
     Attributes:
         num_waiting: requests that do not run, for any reason.
-        num_deferred: those of them that could not be admitted even if there were room: they wait
+        num_deferred: waiting requests that could not be admitted even if there were room: they wait
             for a grammar, or for KV blocks from another place.
         kv_cache_usage: share of the blocks that requests reference, from 0 to 1.
         num_preemptions: total.
         num_drafts, num_accepted_drafts: total of draft tokens verified and accepted.
         num_accepted_by_position: the same of accepted ones, by position in their draft.
         num_verified_drafts: total of drafts; each has the draft tokens of a request in one step.
-        external_prefix_cache: tokens that the KV connector was asked for, after those that the KV
-            cache has, and those of them that it could load; None without a connector.
+        external_prefix_cache: tokens queried from the KV connector, after the cached ones
+            of the KV cache, and the tokens that it could load; None without a connector.
         kv_tiers: totals of the KV connector by tier, nearest first.
         step_cost_error: moving mean of the relative error with which the time of a step is
             predicted, 0.1 is 10 %; None if it is not (`scheduler.step_milliseconds`).
@@ -121,8 +121,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
         num_retained_blocks: cached blocks that requests wish to be kept (`retain_seconds`).
         num_retained_hits: how often requests found such a block that no other used.
         num_retained_evictions: such blocks that were evicted before their time.
-        engines: state and totals of each of several engines, by its index, those that have ended
-            included; all else are sums, and means of shares.
+        engines: state and totals of each of several engines, by its index, including engines that
+            ended; all else are sums, and means of shares.
     """
 
     num_running: int
@@ -157,7 +157,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         num_cached_tokens: prompt tokens that were not computed.
-        num_external_tokens: those of them that a KV connector loaded.
+        num_external_tokens: cached tokens that a KV connector loaded.
         num_generation_tokens: output tokens that the user gets.
         num_preemptions: number of preemptions.
         num_resumes: how often it went on at another engine.
@@ -207,15 +207,15 @@ class IterationStats(msgspec.Struct, kw_only=True):
     """Statistics of one batch of engine outputs. Each completion counts as a request.
 
     Attributes:
-        engine_index: index of the engine; of a batch of several engines, which a slow frontend
-            gets, that of the last one.
-        num_prompt_tokens: number of tokens of prompts whose first token arrived.
-        num_cached_tokens: those of them that were not computed.
-        num_external_tokens: those of the cached ones that a KV connector loaded.
+        engine_index: index of the engine; of a merged batch of several engines, which a slow
+            frontend gets, the index of the last one.
+        num_prompt_tokens: number of tokens of prompts with a first output token in this step.
+        num_cached_tokens: prompt tokens that were not computed.
+        num_external_tokens: cached tokens that a KV connector loaded.
         num_generation_tokens: new output tokens that users get.
         num_preemptions: number of preemptions.
-        time_to_first_token: seconds from arrival to first token, of each request whose first token
-            arrived; on the frontend's clock.
+        time_to_first_token: seconds from arrival to first token, of each request that got its first
+            token; on the frontend's clock.
         inter_token_latency: seconds between two outputs of a request with tokens, usually one
             token each; on the engine's clock.
         finished: requests that ended since the last batch.
@@ -272,7 +272,7 @@ class Health(msgspec.Struct, frozen=True):
     Attributes:
         faults: by plugin name, how many distinct requests it ended.
         quarantined: by plugin name, its first fault, or that it ran when the engine died; requests
-            that use it are refused, and a built-in default takes the place of a policy.
+            that use it are rejected, and a built-in default takes the place of a policy.
         fallbacks: by plugin name, the decisions that the built-in default took instead, and the
             failed calls that had no effect.
         slow: by plugin name, the steps for which it took longer than `plugins.slow_seconds`.
@@ -297,7 +297,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         restarts: how often it was restarted.
         num_resumes: requests that went on there, after they had left another engine.
-        sleep_level: as that of `PluginReport`; None while it does not answer.
+        sleep_level: as in `PluginReport`; None while it does not answer.
     """
 
     restarts: int = 0
@@ -313,12 +313,12 @@ class PluginReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         meters: by plugin name, costs of the logits processors since the engine's start.
         health: health of the engine and all its plugins.
-        scheduler: state of the scheduler now; None if the engine did not answer, and what was
-            recorded last holds.
+        scheduler: state of the scheduler now; None if the engine did not answer, and the last
+            recorded state holds.
         sleep_level: 0 is awake, 1 and 2 as for `sleep`.
         num_blocks: size of the KV cache; None if it is unknown.
-        engines: by index, each engine of several (`parallel.data`), also those that have ended; one
-            engine that may be restarted is one of several.
+        engines: by index, each engine of several (`parallel.data`), including engines that ended;
+            an engine that may be restarted is one of several.
     """
 
     meters: dict[str, PluginMeter] = {}

@@ -1,4 +1,4 @@
-"""Structured output: what the text of an answer must be."""
+"""Structured output: constraints on the text of a completion."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 StructuredFormat = Literal["json", "json_object", "regex", "grammar", "choice", "structural_tag"]
-"""How structured output is described: the fields of `StructuredOutputs`, one of which is given."""
+"""Formats of structured output: the fields of `StructuredOutputs`; exactly one is set."""
 
 FORMATS: tuple[StructuredFormat, ...] = (
     "json",
@@ -84,7 +84,7 @@ class GrammarFormat(Strict, tag_field="type", tag="grammar"):
 
 
 class AnyTextFormat(Strict, tag_field="type", tag="any_text"):
-    """Any text, up to what follows it; it has no special tokens."""
+    """Any text, up to the begin of the next element; it has no special tokens."""
 
 
 class SequenceFormat(Strict, tag_field="type", tag="sequence"):
@@ -118,7 +118,7 @@ class PlusFormat(Strict, tag_field="type", tag="plus"):
 
 
 class TagFormat(Strict, tag_field="type", tag="tag"):
-    """A content between two texts, either of which may be empty or a special token."""
+    """Content between two texts; either may be empty or a special token."""
 
     begin: str | TokenFormat
     content: Format
@@ -180,7 +180,7 @@ class StructuralTag(Strict, tag_field="type", tag="structural_tag"):
 class StructuredOutputs(Strict, omit_defaults=True):
     """The form of the answer. One of the first six fields is given.
 
-    The answer is what follows the reasoning. It ends where it is complete, with a token that ends
+    The answer follows the reasoning. It ends where it is complete, with a token that ends
     the request.
 
     Attributes:
@@ -188,12 +188,12 @@ class StructuredOutputs(Strict, omit_defaults=True):
         json_object: any JSON object.
         regex: a regular expression that matches the whole answer.
         grammar: a context-free grammar in the syntax of Lark or GBNF.
-        choice: texts, one of which is the answer.
+        choice: alternative texts of the answer.
         structural_tag: a text made of parts, such as tool calls among free text.
         backend: name of the grammar backend; None is `grammar.use`.
         lenient: take a JSON schema with keywords that the backend cannot enforce. They are left
             out of the grammar. With `json`, the finished answer is validated against the whole
-            schema, and `CompletionOutput.validation_error` describes what is wrong with it.
+            schema, and `CompletionOutput.validation_error` describes the mistake.
     """
 
     json: dict[str, Any] | bool | None = None
@@ -242,12 +242,12 @@ class StructuredOutputs(Strict, omit_defaults=True):
             fields["structural_tag"] = _structural_tag(tag, f"{path}.structural_tag")
         schema_check.check_depth(tag, f"{path}.structural_tag")
         checked = convert(fields, cls, path=path, error=RequestError)
-        found = [name for name in FORMATS if getattr(checked, name) not in (None, False)]
-        if len(found) != 1:
-            got = " and ".join(found) or "none of them"
+        formats = [name for name in FORMATS if getattr(checked, name) not in (None, False)]
+        if len(formats) != 1:
+            got = " and ".join(formats) or "none of them"
             raise RequestError(f"{path}: expected one of {', '.join(FORMATS)}, got {got}")
-        if checked.lenient and found[0] not in ("json", "structural_tag"):
-            raise RequestError(f"{path}.lenient: it is for JSON schemas, got {found[0]}")
+        if checked.lenient and formats[0] not in ("json", "structural_tag"):
+            raise RequestError(f"{path}.lenient: it is for JSON schemas, got {formats[0]}")
         if checked.structural_tag is not None:
             _check_tags(checked.structural_tag.format, f"{path}.structural_tag")
         return checked
@@ -268,46 +268,46 @@ def walk_formats(format: Format) -> Iterator[Format]:
                 pending += part.tags
 
 
-def _schema(given: Any, path: str) -> Any:
+def _schema(value: Any, path: str) -> Any:
     """Return a schema as plain data."""
-    if isinstance(given, str | bytes):
+    if isinstance(value, str | bytes):
         try:
-            return json.loads(given)
+            return json.loads(value)
         except (ValueError, RecursionError) as cause:
-            raise RequestError(f"{path}: expected JSON, got {shown(given)}: {cause}") from None
-    if isinstance(given, Mapping | bool):
-        return given
+            raise RequestError(f"{path}: expected JSON, got {shown(value)}: {cause}") from None
+    if isinstance(value, Mapping | bool):
+        return value
     try:
-        if isinstance(make := getattr(given, "model_json_schema", None), type(None)):
-            return msgspec.json.schema(given)
+        if isinstance(make := getattr(value, "model_json_schema", None), type(None)):
+            return msgspec.json.schema(value)
         return make()
     except Exception as cause:
         raise RequestError(
             f"{path}: expected a JSON schema (a mapping or its text), or a msgspec or pydantic "
-            f"type, got {shown(given)}: {reason_of(cause)}"
+            f"type, got {shown(value)}: {reason_of(cause)}"
         ) from None
 
 
-def _structural_tag(given: Any, path: str) -> Any:
+def _structural_tag(value: Any, path: str) -> Any:
     """Return a structural tag as plain data in its newer form."""
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except (ValueError, RecursionError) as cause:
-            raise RequestError(f"{path}: expected JSON, got {shown(given)}: {cause}") from None
-    if not isinstance(given, Mapping) or "structures" not in given:
-        return given
+            raise RequestError(f"{path}: expected JSON, got {shown(value)}: {cause}") from None
+    if not isinstance(value, Mapping) or "structures" not in value:
+        return value
     try:  # the form before: tags with a schema each
         tags = [
             {
                 "type": "tag",
-                "begin": one["begin"],
-                "content": {"type": "json_schema", "json_schema": one["schema"]},
-                "end": one["end"],
+                "begin": structure["begin"],
+                "content": {"type": "json_schema", "json_schema": structure["schema"]},
+                "end": structure["end"],
             }
-            for one in given["structures"]
+            for structure in value["structures"]
         ]
-        triggers = given["triggers"]
+        triggers = value["triggers"]
     except (KeyError, TypeError) as cause:
         raise RequestError(
             f"{path}: expected structures with begin, schema and end, and triggers; lacks {cause}"
@@ -334,7 +334,7 @@ def _check_triggers(part: TriggeredTagsFormat, path: str) -> None:
         for tag in part.tags
         if isinstance(begin := getattr(tag.begin, "token", tag.begin), str)
     )
-    # Without those that another one begins: of the others, only the last one up to a text can
+    # Without triggers that begin with another one: of the rest, only the last one up to a text can
     # begin it.
     triggers: list[str] = []
     for trigger in sorted(part.triggers):
@@ -344,7 +344,7 @@ def _check_triggers(part: TriggeredTagsFormat, path: str) -> None:
         at = bisect(triggers, begin)
         if not at or not begin.startswith(triggers[at - 1]):
             raise RequestError(
-                f"{path}: expected tags whose begin starts with one of the triggers "
+                f"{path}: expected the begin of each tag to start with one of the triggers "
                 f"{shown(part.triggers)}, got {shown(begin)}"
             )
     for trigger in part.triggers if len(begins) == len(part.tags) else ():

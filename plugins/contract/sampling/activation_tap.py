@@ -28,8 +28,8 @@ class TapSite(NamedTuple):
 
     Attributes:
         layer: index of a decoder layer of the model, from 0.
-        place: "attention_output" and "mlp_output" are what attention and MLP of the layer add to
-            the residual stream; "layer_output" is the residual stream after the layer.
+        place: "attention_output" and "mlp_output" are the outputs of attention and MLP of the layer
+            to the residual stream; "layer_output" is the residual stream after the layer.
     """
 
     layer: int
@@ -47,10 +47,10 @@ def is_site(site: Any) -> bool:
 
 SITES = fitting(
     "TapSites, at least one, each once",
-    lambda found: (
-        isinstance(found, Sequence)
-        and len(found) == len(set(found)) > 0
-        and all(is_site(site) for site in found)
+    lambda value: (
+        isinstance(value, Sequence)
+        and len(value) == len(set(value)) > 0
+        and all(is_site(site) for site in value)
     ),
 )
 
@@ -62,7 +62,7 @@ class ActivationTapContext(Context["ActivationTap"]):
     Attributes:
         device: device of the model, a `torch.device`.
         hidden_size: hidden size of the model.
-        ops: operations of its layers, of which `linear` gives a row the same product alone and in
+        ops: operations of its layers; `linear` gives a row the same product alone and in
             any batch; None if the context was made by hand.
         unembed: returns the logits [tokens, vocab] of a residual stream [tokens, hidden_size], as
             if the model ended after its layer (the logit lens); None if the model is divided among
@@ -77,7 +77,7 @@ class ActivationTapContext(Context["ActivationTap"]):
 
 @dataclass(frozen=True, kw_only=True)
 class TapRows:
-    """The tokens of a call, those of one request after those of another.
+    """The tokens of a call, request by request.
 
     Attributes:
         arguments: arguments of each request, instances of `Arguments`, or of `Prepared`.
@@ -100,7 +100,7 @@ class TapRows:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return an argument for each token, [tokens, 1]: int64 of integers, or float32."""
-        repeated = [own for own, tokens in self.spans() for _ in tokens]
+        repeated = [arguments for arguments, tokens in self.spans() for _ in tokens]
         return argument_column(repeated, name, self.device)
 
     def positions(self) -> torch.Tensor:
@@ -131,16 +131,16 @@ class ActivationTap(ComponentWithArguments):
     """Reads or changes hidden states inside of the model, of the requests that ask for it.
 
     A request asks by its arguments under `plugin_args[name]`, `{}` if there are none. A class
-    overrides `read`, `change`, or both: at one site, `read` gets what `change` gives. Taps are
+    overrides `read`, `change`, or both: at one site, `read` gets the result of `change`. Taps are
     called in their order (`plugins.enable`).
 
-    Neither changes state: what they return depends on the hidden states, the arguments and the
+    Neither changes state: the results depend on the hidden states, the arguments and the
     positions of a token alone, so that it does not matter how a prompt is cut into chunks, which
     other requests run, and whether a draft is computed again.
 
     Attributes:
-        needs_all: whether `read` needs all tokens. If not, it does not get those whose keys and
-            values are cached.
+        needs_all: whether `read` needs all tokens. If not, it does not get tokens with keys and
+            values in the cache.
     """
 
     named_only = True
@@ -154,7 +154,7 @@ class ActivationTap(ComponentWithArguments):
     def sites(cls, arguments: Any) -> Sequence[TapSite]:
         """Return where the tap is called for a request.
 
-        Called in several processes. A layer that the model does not have refuses the request.
+        Called in several processes. A layer that the model does not have rejects the request.
 
         Args:
             arguments: an instance of `Arguments`, or of `Prepared`.
@@ -180,12 +180,12 @@ class ActivationTap(ComponentWithArguments):
         """Return numbers for the caller, a row per token; None gives none of these tokens.
 
         They become `CompletionOutput.part_arrays["activation_taps"]["NAME/LAYER/PLACE"]`. Called in
-        the rank that samples, for tokens of drafts, too: those that are rejected are left out.
+        the rank that samples, for tokens of drafts, too: rejected drafts are left out.
 
         Args:
             site: one of `sites` of each request.
             values: [tokens, hidden_size], in the dtype of the model; not to be changed.
-            rows: whose tokens these are.
+            rows: the requests of these tokens.
 
         Returns:
             [tokens, ...], the same shape after the first dimension in each call for a request.
@@ -205,6 +205,6 @@ class ActivationTap(ComponentWithArguments):
         Args:
             site: one of `sites` of each request.
             values: [tokens, hidden_size], in the dtype of the model; not to be changed in place.
-            rows: whose tokens these are.
+            rows: the requests of these tokens.
         """
         return None

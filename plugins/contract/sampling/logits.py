@@ -78,14 +78,14 @@ class LogitsPlugin(RequestStates, ComponentWithArguments):
         argmax_invariant: True promises that the likeliest token of a row never changes; greedy
             requests then skip it.
         before, after: names of processors of the same phase that it must precede or follow.
-        params_fields: fields of SamplingParams that it honours; those that `Arguments` has too
+        params_fields: fields of SamplingParams that it honors; fields that `Arguments` has too
             become arguments. For the built-ins and their replacements: of two processors that name
-            one field, the second is refused.
-        reads: what it looks at. Only the conformance kit reads it so far: this engine waits for
-            token ids in every step. One that plans steps ahead will wait only where an active
+            one field, the second is rejected.
+        reads: its inputs. Only the conformance kit reads it so far: this engine waits for
+            token ids in every step. An engine that plans steps ahead will wait only where an active
             processor needs them.
         supports_drafts: whether rows may stand for draft tokens; without it, speculation is
-            refused, naming the processor.
+            rejected, naming the processor.
 
     State. `apply` and `edits` never change it: they may be called twice for a step, or for rows
     that stand for draft tokens. Host state that depends on tokens alone is built by `start` and
@@ -185,8 +185,8 @@ class SparseLogitsProcessor(LogitsPlugin):
 class FollowsBatch(LogitsPlugin):
     """Base of processors that follow which request is in which row; of the batch form, or another.
 
-    For adapters. One of another form gets its rows as that form does, with their requests, whose
-    `row` is the row of the batch.
+    For adapters. A processor of another form gets its rows as that form does, with their requests;
+    their `row` is the row of the batch.
     """
 
     @abstractmethod
@@ -198,7 +198,7 @@ class FollowsBatch(LogitsPlugin):
 
 
 class BatchLogitsProcessor(FollowsBatch):
-    """The batch form: all rows of the batch, with updates of which request is in which row.
+    """The batch form: all rows of the batch, with updates of the request in each row.
 
     For classes of other engines, and for work across rows. Most authors should use one of the other
     forms: here a wrong row map applies one request's settings to another. It has no `observe`, and

@@ -44,4 +44,4 @@ MODEL = LogitsStage(None, None)
 """The model, as step parts change its logits: a pass begins with it, again where one failed."""
 
 MASK = LogitsStage(None, Phase.MASK)
-"""The masks of step parts, such as those of grammars."""
+"""The masks of step parts, such as grammar masks."""

@@ -26,7 +26,7 @@ class PoolerContext(Context["Pooler"]):
     Attributes:
         device: device of the model, a `torch.device`.
         hidden_size: hidden size of the model.
-        ops: operations of its layers, of which `linear` gives a row the same product alone and in
+        ops: operations of its layers; `linear` gives a row the same product alone and in
             any batch; None if the context was made by hand.
         unembed: returns the logits [tokens, vocab] of hidden states that the pooler gets; None if
             the model is divided among ranks, or the context was made by hand.
@@ -39,9 +39,9 @@ class PoolerContext(Context["Pooler"]):
 
 
 class PromptPooler(ABC):
-    """The pooling of one prompt, whose hidden states come in one chunk or in several.
+    """The pooling of one prompt; its hidden states come in one chunk or in several.
 
-    What it gives depends on the hidden states alone: not on how they were cut into chunks, nor on
+    The result depends on the hidden states alone: not on their division into chunks, nor on
     other prompts.
     """
 
@@ -51,7 +51,7 @@ class PromptPooler(ABC):
 
         Args:
             hidden: [tokens, hidden_size], in the dtype of the model; at least one token. The
-                memory is used again by the next step: keep a copy, or what is computed of it.
+                memory is used again by the next step: keep a copy, or a result computed from it.
         """
 
     @abstractmethod
@@ -67,12 +67,12 @@ class Pooler(ComponentWithArguments):
     """Makes one vector of the hidden states of a prompt, or one for each of its tokens.
 
     A request chooses one by `PoolingParams.pooler`, and gives it arguments under
-    `plugin_args[name]`. What is done with the result (cut, scaled to length 1, classified) follows.
+    `plugin_args[name]`. Truncation, normalization and classification of the result follow.
 
     Attributes:
         per_token: whether the result has several vectors.
-        needs_all: whether it needs the hidden states of all tokens. If not, those of tokens whose
-            keys and values are cached may be left out: the last token's always come.
+        needs_all: whether it needs the hidden states of all tokens. If not, tokens with cached
+            keys and values may be left out: the last token's always come.
     """
 
     per_token: ClassVar[bool] = False
@@ -85,7 +85,7 @@ class Pooler(ComponentWithArguments):
     def start(self, prompt_token_ids: Sequence[int], arguments: Any) -> PromptPooler:
         """Return the pooling of a prompt.
 
-        Called again for a prompt whose request was preempted: all its tokens are computed again.
+        Called again for the prompt of a preempted request: all its tokens are computed again.
 
         Args:
             prompt_token_ids: read-only; None in place of an id where there is an embedding.

@@ -144,8 +144,8 @@ class LogitsRequest:
         child_index: index among the prompt's `n` completions.
         row: its row in the batch, in this step.
         sampler_arguments: its arguments for the sampler.
-        draft_of: the request whose draft token the row verifies; its `output_token_ids` then
-            end with the drafts before it. None for other rows.
+        draft_of: the request with the draft token that the row verifies; its `output_token_ids`
+            then end with the drafts before it. None for other rows.
         generation: generation of the plugins that the request was admitted with.
     """
 
@@ -164,9 +164,9 @@ class LogitsRequest:
 
 
 class Rows(Protocol[ArgumentsT_co, StateT_co]):
-    """The rows of one step whose requests use a processor, in the order of `logits`.
+    """The rows of one step with requests that use a processor, in the order of `logits`.
 
-    `Rows[Arguments, History]` in an annotation states what a processor's arguments and states are.
+    `Rows[Arguments, History]` in an annotation states the types of arguments and states.
 
     Attributes:
         requests: one per row.
@@ -178,8 +178,8 @@ class Rows(Protocol[ArgumentsT_co, StateT_co]):
 
         def __class_getitem__(cls, parameters: Any) -> Any:
             """Return the type for `Rows[Arguments]`, too."""
-            given = parameters if isinstance(parameters, tuple) else (parameters, Any)
-            return super().__class_getitem__(given)
+            pair = parameters if isinstance(parameters, tuple) else (parameters, Any)
+            return super().__class_getitem__(pair)
 
     @property
     def requests(self) -> Sequence[LogitsRequest]:
@@ -209,7 +209,7 @@ class Rows(Protocol[ArgumentsT_co, StateT_co]):
 
 
 class DraftedStep(Protocol):
-    """A step in which some requests have drafts: the rows of logits of which tokens are sampled.
+    """A step in which some requests have drafts: the rows of logits to sample.
 
     A row is a pair: the index of a request, and the number of its drafts that are before the row.
     Row `(index, n)` samples the token after the first n drafts of `requests[index]`. A request has

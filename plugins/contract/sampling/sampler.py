@@ -41,7 +41,7 @@ class SamplerContext(Context["Sampler"]):
 class SamplingRows(Generic[ArgumentsT_co]):
     """The rows of one step, as tensors on the device.
 
-    `SamplingRows[Arguments]` in an annotation states what a sampler's arguments are.
+    `SamplingRows[Arguments]` in an annotation states the type of a sampler's arguments.
 
     Attributes:
         greedy: bool [rows]; whether to choose the likeliest token, of equals the lowest id.
@@ -49,8 +49,6 @@ class SamplingRows(Generic[ArgumentsT_co]):
         any_greedy: whether any row is greedy; known without a sync.
         seeds: int64 [rows]; the request's seed, mixed with its completion index.
         positions: int64 [rows]; output position of the token to choose, 0 for the first.
-        given: each row's arguments for the sampler.
-        request_states: each row's state, of a sampler with `start`.
         columns: the tensors that `tensor` has made, by name; kept while the rows stay the same.
     """
 
@@ -59,17 +57,27 @@ class SamplingRows(Generic[ArgumentsT_co]):
     any_greedy: bool
     seeds: torch.Tensor
     positions: torch.Tensor
-    given: Sequence[ArgumentsT_co] = ()
+    _arguments: Sequence[ArgumentsT_co] = ()
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    request_states: Sequence[Any] = ()
+    _states: Sequence[Any] = ()
 
     def states(self) -> Sequence[Any]:
         """Return each row's state, of a sampler with `start`; read it only."""
-        return self.request_states
+        return self._states
 
     def arguments(self) -> Sequence[ArgumentsT_co]:
         """Return each row's arguments; the defaults for a request that gives none."""
-        return self.given
+        return self._arguments
+
+    @property
+    def given(self) -> Sequence[ArgumentsT_co]:
+        """Former name of `arguments()`."""
+        return self._arguments
+
+    @property
+    def request_states(self) -> Sequence[Any]:
+        """Former name of `states()`."""
+        return self._states
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the argument `name` of every row as [rows, 1] on the device.
@@ -77,14 +85,14 @@ class SamplingRows(Generic[ArgumentsT_co]):
         Whole numbers give int64, others float32. It is rebuilt only when the rows change.
         """
         if name not in self.columns:
-            self.columns[name] = argument_column(self.given, name, self.seeds.device)
+            self.columns[name] = argument_column(self._arguments, name, self.seeds.device)
         return self.columns[name]
 
 
-def _tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> torch.Tensor:  # noqa: ARG001
+def _tokens(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> torch.Tensor:  # noqa: ARG001
     import torch  # noqa: PLC0415 - the contract itself loads without it
 
-    logits = handed[0]
+    logits = args[0]
     if not (
         isinstance(value, torch.Tensor)
         and value.dtype == torch.int64
@@ -108,8 +116,8 @@ class Sampler(RequestStates, ComponentWithArguments):
     and `start` finds the arguments as `request.sampler_arguments`.
 
     Attributes:
-        draws: whether rows that are not greedy get what `LogitsOps.draw` gives, so that traces can
-            show the noise.
+        draws: whether rows that are not greedy get the result of `LogitsOps.draw`, so that traces
+            can show the noise.
     """
 
     context: SamplerContext

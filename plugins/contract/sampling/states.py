@@ -38,7 +38,7 @@ class RequestStates:
             or bytes.
         max_state_bytes: its greatest size as msgpack; a larger one is a fault of its request.
         supports_resume: whether another engine may go on with a request that uses it; without it,
-            that is refused, naming the plugin.
+            that is rejected, naming the plugin.
     """
 
     max_state_bytes: ClassVar[int] = 0
@@ -76,7 +76,7 @@ class RequestStates:
         needs `supports_resume = False`: another engine has only the logprobs of earlier tokens.
 
         Args:
-            state: after the tokens before; what `start` returned, for the first one.
+            state: state after the tokens before; the result of `start` for the first one.
             token: the accepted one.
             logprob: the natural logarithm of its probability under the logits that it was drawn
                 from, after all processors.

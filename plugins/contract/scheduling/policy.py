@@ -65,7 +65,7 @@ class Load:
         max_num_seqs: maximum of these.
         num_waiting: requests that do not run.
         token_budget: tokens of this step not assigned yet.
-        num_free_blocks: KV blocks that no request references, those with cached content included.
+        num_free_blocks: KV blocks that no request references, including cached blocks.
         num_blocks: all KV blocks.
     """
 
@@ -173,7 +173,7 @@ class SchedulingPolicy(ComponentWithArguments):
         """Handle a new request; calls of `key` and `group` follow.
 
         A policy that replaces another one on a running engine gets a call for every live request,
-        in order of arrival; for those with status RUNNING no call of `key` follows.
+        in order of arrival; no call of `key` follows for requests with status RUNNING.
         """
 
     @returns(_NONE_OR_END, otherwise=NOTHING)

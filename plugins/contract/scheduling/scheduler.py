@@ -31,7 +31,7 @@ class PauseState(Enum):
     UNPAUSED = "unpaused"
     """All requests."""
     PAUSED_NEW = "paused_new"
-    """Those that were in a plan or have blocks loaded by a connector; others are held."""
+    """Requests that were in a plan or have blocks loaded by a connector; others are held."""
     PAUSED_ALL = "paused_all"
     """None; all are held."""
 
@@ -92,7 +92,7 @@ class Gates(Protocol):
 class BlockTransfers(Protocol):
     """Loads and saves of blocks by a step part, for a scheduler; see `BlockTransfer`.
 
-    What has ended is in the result of a step: `ModelRunnerOutput.kv_loaded`, `kv_saved` and
+    Ended transfers are in the result of a step: `ModelRunnerOutput.kv_loaded`, `kv_saved` and
     `invalid_block_ids`.
     """
 
@@ -132,20 +132,20 @@ class SchedulerLimits:
         max_model_len: maximum length of prompt plus output.
         chunked_prefill: whether a prompt may be computed over several steps.
         long_prefill_token_threshold: maximum tokens of one request in a step; 0 is no limit.
-        max_waiting: maximum number of waiting requests; further ones are refused, except for those
+        max_waiting: maximum number of waiting requests; further ones are rejected, except requests
             that another engine has admitted (`is_admitted`). None is no limit.
         max_waiting_tokens: maximum tokens of prompts that are not computed yet; a further prompt is
-            refused with QueueFullError, unless none waits or `is_admitted`. None is no limit.
+            rejected with QueueFullError, unless none waits or `is_admitted`. None is no limit.
         num_draft_tokens: maximum drafts of a request in a step.
-        num_lookahead_tokens: tokens after those of the step that get blocks too. 0 from the engine:
+        num_lookahead_tokens: further tokens that get blocks too. 0 from the engine:
             it is for drafting heads that write keys ahead, which no built-in is; the conformance
             kit and simulations set it.
         max_loras: 0: nothing limits adapters. Schedulers of contract 1 read it.
         max_encoder_tokens: maximum tokens to encode in a step.
         asynchronous: whether a step may be planned before the results of the last one are in. It
-            is not while a request may get drafts, which follow those results.
-        num_batches: steps under way at once, none of which has a token to compute that follows one
-            of another, as in the stages of a pipeline; the requests are to be divided among them.
+            is not while a request may get drafts, because drafts follow the results.
+        num_batches: steps in flight at once; no step computes a token that follows another step's
+            token, as in the stages of a pipeline; the requests are to be divided among them.
         step_milliseconds: time that prompts may extend a step to while other requests generate; 0
             is no limit.
     """
@@ -191,8 +191,8 @@ class SchedulerContext(Context["Scheduler"]):
             a valid value.
         clock: seconds; the only clock that a scheduler may read.
         watermark: share of the blocks that stays free when a request is admitted while others
-            run, so that those can grow.
-        step_cost: returns what a step takes, as far as is known by now; it is measured if
+            run, so that these can grow.
+        step_cost: returns the cost of a step, as far as is known by now; it is measured if
             `limits.step_milliseconds` is set.
         policy_fault: called with a message when a decision of the policy could not be followed.
         transfers: loads and saves of blocks outside of the cache; None if no step part moves any.
@@ -228,7 +228,7 @@ class Scheduler(Component):
 
     context: SchedulerContext
     limits_waiting_tokens: ClassVar[bool] = False
-    """Whether it obeys `limits.max_waiting_tokens`; others refuse to start with that limit."""
+    """Whether it obeys `limits.max_waiting_tokens`; others reject the start with that limit."""
 
     def __init__(self, context: SchedulerContext) -> None:
         """Create a scheduler without requests.
@@ -246,7 +246,7 @@ class Scheduler(Component):
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Add a request; its id differs from those of live requests.
+        """Add a request; no live request has its id.
 
         Raises:
             RequestError: it can never run; other requests are not affected.
@@ -274,7 +274,7 @@ class Scheduler(Component):
         """Handle a plan that an error or interrupt may have kept from running.
 
         Its finished requests are sent again; requests in it, or in a later plan, are recomputed. A
-        plan whose results were all processed changes nothing.
+        plan with results that were all processed changes nothing.
         """
 
     @abstractmethod
@@ -295,7 +295,7 @@ class Scheduler(Component):
     def has_requests(self) -> bool:
         """Return whether a step has work: live requests, or finished ones to report to workers.
 
-        Requests held by a pause are no work until their deadline passes. During a pause, transfers
+        Requests held by a pause are not work until their deadline passes. During a pause, transfers
         of a connector are work, since they use memory.
         """
 
@@ -308,7 +308,7 @@ class Scheduler(Component):
         raise self._lacks("shows no live requests")
 
     def live_requests(self) -> Iterable[Request]:
-        """Return all live requests, of which only `arguments` and `source` may be modified."""
+        """Return all live requests; only `arguments` and `source` may be modified."""
         raise self._lacks("shows no live requests")
 
     def why_waiting(self, request_id: str) -> WaitReason | None:  # noqa: ARG002
@@ -319,7 +319,7 @@ class Scheduler(Component):
         Raises:
             RequestError: no live request has that id.
         """
-        raise self._lacks("does not say why a request waits")
+        raise self._lacks("does not report why a request waits")
 
     def update_drafts(self, draft_token_ids: Mapping[str, Sequence[int]]) -> None:  # noqa: ARG002
         """Set the drafts of the next step, by request id; unknown ids are skipped."""

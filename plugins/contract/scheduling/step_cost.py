@@ -10,7 +10,7 @@ __all__ = ["StepCost"]
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of a step in milliseconds: a sum over what it computes, fitted to steps that ran.
+    """The time of a step in milliseconds: a sum over its work, fitted to measured steps.
 
     A prompt here is any request that computes more than one token, besides drafts to verify.
 

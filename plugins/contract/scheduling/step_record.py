@@ -95,7 +95,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         resumed: ids of requests that were admitted again after a preemption.
         preempted: ids of requests that were preempted, with the reason.
         finished: ids that the plan reports to workers as finished.
-        timed_out: ids whose deadline passed.
+        timed_out: ids of requests past their deadline.
         waiting: requests that the step considered and gave no tokens, with their reasons. Other
             waiting requests are behind one of them.
         num_running, num_waiting: after planning.

@@ -27,12 +27,12 @@ class AdapterResolverContext(Context["AdapterResolver"]):
     model: str
 
 
-def _found(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Path | LoRARequest | None:  # noqa: ARG001
+def _found(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Path | LoRARequest | None:  # noqa: ARG001
     if value is None:
         return None
     if isinstance(value, LoRARequest):
-        if value.name != given[0]:
-            raise unusable(value.name, f", expected the adapter {given[0]!r}", LONG)
+        if value.name != originals[0]:
+            raise unusable(value.name, f", expected the adapter {originals[0]!r}", LONG)
         if not Path(value.path).is_absolute():
             raise unusable(value.path, " as its path, expected an absolute one", LONG)
         return value

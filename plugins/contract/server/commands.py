@@ -29,12 +29,12 @@ class ComponentInfo:
     """One component that is installed or enabled.
 
     Attributes:
-        kind: extension point; may be one that this version does not have.
+        kind: extension point; possibly unknown to this version.
         name: under which it is enabled, or can be.
         value: `package.module:Qual.Name`, or a module.
         package: distribution and version; the module where no distribution offers it.
         enabled: whether it is part of the engine.
-        reason: what enabled it, or why it is not enabled.
+        reason: the setting that enabled it, or the reason why it is not enabled.
         place: position among the enabled components of its kind, from 1; None where the kind has
             no order.
         phase: phase of an enabled logits processor.
@@ -56,7 +56,7 @@ class ComponentInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentDetails:
-    """One component with what its class declares and the configuration sets.
+    """One component with the declarations of its class and its configuration.
 
     Attributes:
         summary: first paragraph of its docstring.
@@ -74,7 +74,7 @@ class ComponentDetails:
         argument_fields: declared arguments of a request; None where the kind has none.
         options_schema: JSON Schema of the options.
         arguments_schema: JSON Schema of the arguments.
-        problem: why loading refuses it, if it is not enabled; empty if it passes every check.
+        problem: why loading rejects it, if it is not enabled; empty if it passes every check.
         input_fields: declared input of an IO processor; None where the kind has none.
         input_schema: JSON Schema of the input.
         others: the other components of its kind that have its name.
@@ -107,7 +107,7 @@ class WeightGroup:
     """Weights that the files store in one way and that are held in one way.
 
     Attributes:
-        stored: name of a quantisation scheme or dtype; None if the files do not state it.
+        stored: name of a quantization scheme or dtype; None if the files do not state it.
         held: the same, in memory.
         count: number of weights.
         num_params: number of parameters of all of them.
@@ -128,7 +128,7 @@ class ContextMemory:
     """Memory that requests of one length need of the KV cache.
 
     Attributes:
-        num_tokens: number of tokens of a request, those that it generates included.
+        num_tokens: number of tokens of a request, including generated ones.
         one_request: bytes.
         all_requests: bytes of `scheduler.max_num_seqs` such requests.
         fits: whether the cache has room for one.
@@ -144,7 +144,7 @@ class ContextMemory:
 class ModelReport:
     """A model and the memory that it would need; none of its weights were read.
 
-    Bytes are those of the rank that has the least room, unless stated otherwise.
+    Bytes refer to the rank with the least room, unless stated otherwise.
 
     Attributes:
         model: its name, as configured.
@@ -154,8 +154,8 @@ class ModelReport:
         provider: distribution and version of that plugin.
         device: the device that it would run on.
         dtype: dtype of hidden states.
-        operations: what computes them.
-        attention: what computes attention.
+        operations: name of the operations.
+        attention: name of the attention backend.
         cache_dtype: `kv_cache.dtype`.
         num_params: number of parameters of the whole model.
         weights: weights of the whole model, the most bytes first.
@@ -169,9 +169,9 @@ class ModelReport:
         loading_bytes: bytes that loading them takes besides, for a while.
         step_bytes: bytes of the largest step.
         cache_bytes: bytes of the KV cache that would be allocated; 0 if the model does not fit.
-        contexts: what requests need of the KV cache.
+        contexts: KV cache requirements of requests.
         available: bytes that may be allocated.
-        limit: what sets that.
+        limit: the limit behind that number.
         longest: the longest request that fits; 0 if none does.
         problem: why the model does not fit into memory; empty if it does.
         implementation: name of the `models` plugin that computes it: the architecture's own, or
@@ -254,7 +254,7 @@ class TraceControl(Protocol):
         """Complete a prompt; return how each token of its completions was chosen.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: it is rejected.
         """
 
 
@@ -276,15 +276,15 @@ class Generator(Protocol):
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the outputs of a prompt as they come; each holds only what is new.
+        """Yield the outputs of a prompt as increments of text and tokens.
 
-        Prompts whose outputs are read at the same time, or one after another, share a batch.
+        Prompts with outputs that are read at the same time, or one after another, share a batch.
         """
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the outputs of a conversation as they come; each holds only what is new."""
+        """Yield the outputs of a conversation as increments of text and tokens."""
 
     def generate_unordered(
         self, requests: Iterable[tuple[Prompt, SamplingParams | None]]
@@ -292,7 +292,7 @@ class Generator(Protocol):
         """Yield each prompt's whole output once it is finished, with its position.
 
         Prompts are taken from the iterable when the engine has room for them, so there may be any
-        number. One that is refused yields its error, and the others go on.
+        number. A rejected prompt yields its error, and the others go on.
         """
 
     def embed(
@@ -304,7 +304,7 @@ class Generator(Protocol):
         """Return a vector for each prompt.
 
         Raises:
-            RequestError: one is refused, or the model has no vectors; the message has its index.
+            RequestError: one is rejected, or the model has no vectors; the message has its index.
         """
 
     def close(self) -> None:
@@ -322,16 +322,16 @@ OpenAsync = Callable[
 
 
 InspectModel = Callable[[EngineConfig, ConfigSources, Sequence[int]], ModelReport]
-"""Says what the configured model needs, for requests of some lengths, or of usual ones if none are
-given; reads no weights.
+"""Estimates the memory of the configured model, for requests of some lengths or of usual ones;
+reads no weights.
 
-It raises what opening the model would raise before its weights are read, but that it does not fit
-into memory.
+It raises the same errors as opening the model before its weights are read, except that the model
+does not fit into memory.
 """
 
 
 OpenWorkers = Callable[[EngineConfig, ConfigSources, Literal["never", "on_failure"]], "WorkerGroup"]
-"""Opens a model for several worker processes; the arguments are those of `OpenAsync`."""
+"""Opens a model for several worker processes; the arguments are the same as for `OpenAsync`."""
 
 
 CheckPlugin = Callable[
@@ -339,8 +339,8 @@ CheckPlugin = Callable[
     Iterator[Mapping[str, Any]],
 ]
 """Runs the suites of an installed plugin in a child process; yields records, see the page on the
-conformance kit. After the configuration: the name, the limits, options in the place of those of the
-configuration, and the version of the contract that the plugin has to state, None for any.
+conformance kit. Arguments after the configuration: the name, the limits, options that replace the
+configured ones, and the required version of the contract, None for any.
 """
 
 
@@ -366,8 +366,8 @@ simulations. Configurations by name, the fields of the load, and by name `cost`,
 """
 
 Calibrate = Callable[[EngineConfig, ConfigSources, float], Iterator[Mapping[str, Any]]]
-"""Measures the steps of the configured model for so many seconds; yields records, the last one of
-which has `cost`, what `hardpoint simulate --cost` reads.
+"""Measures the steps of the configured model for so many seconds; yields records; the last one has
+`cost`, the input of `hardpoint simulate --cost`.
 """
 
 
@@ -387,7 +387,7 @@ and the host and port to listen on. Returns the exit code.
 
 
 class _Absent(dict[str, Any]):
-    """By its name, what stands for a function that a context was made without."""
+    """By name, a replacement of each function that a context was made without."""
 
     def __missing__(self, name: str) -> Any:
         def fail(*_: object, **__: object) -> Any:
@@ -405,14 +405,14 @@ class CommandContext:
 
     Attributes:
         load_config: returns the configuration and the source of each value, as the command line,
-            environment and file give it. Settings that it is given, such as
+            environment and file give it. Its arguments, such as
             "scheduler.policy=fair", and its `model` come after those of the command line.
-        load_catalog: resolves a configuration's plugins; returns what is installed and enabled.
+        load_catalog: resolves a configuration's plugins; returns the installed and enabled plugins.
         open_model: loads the configured model; shows progress on a terminal.
         version: version of Hardpoint.
         quiet: whether `--quiet` asked for errors alone: no progress and no remarks.
-        show_error: prints an error in one line on standard error, as `--log-format` asks for. For
-            an error after which the command goes on; one that ends it is raised as a
+        show_error: prints an error in one line on standard error, as `--log-format` asks for. Only
+            for an error after which the command goes on; an error that ends it is raised as a
             HardpointError.
         open_async: loads the configured model for a program that runs an event loop, in a process
             of its own; the last argument is when a dead engine is restarted.
@@ -420,12 +420,12 @@ class CommandContext:
             with an event loop of its own.
         inspect_model: reports the configured model and its needs, without reading its weights.
         config_type: returns the type of the configuration with the tables of the enabled plugins;
-            of those enabled by default, if the configuration is wrong.
+            of the plugins enabled by default, if the configuration is wrong.
         check_plugin: runs the conformance suites of an installed plugin in a process with limits.
         join_engine: runs engines for a program on another machine, until a signal ends it.
         serve_on_ray: serves the configured model by Ray Serve until a signal.
         simulate: runs a load under several configurations on a virtual clock.
-        calibrate: measures what steps of the configured model take.
+        calibrate: measures the costs of steps of the configured model.
         open_journal: opens a journal of an engine.
         measure_startup: starts engines, and measures the stages of it.
         resolve_plugins: resolves a configuration's plugins, for `load_plugins`.

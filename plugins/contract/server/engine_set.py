@@ -1,4 +1,4 @@
-"""The engines of a program: how many there are, and what each has to do."""
+"""The engines of a program: their number, state and load."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """Load of all engines, for programs that balance requests or add engines.
 
     Attributes:
-        in_flight, num_running, num_waiting, waiting_prompt_tokens: sums of those of the engines.
+        in_flight, num_running, num_waiting, waiting_prompt_tokens: sums over the engines.
         kv_cache_usage: mean of the engines that serve, from 0 to 1.
         prefill_tokens_per_second: rate of one engine, while it has prompts to compute; measured,
             None before the first one.
@@ -70,16 +70,16 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, engines: list[EngineStatus], tokens_per_second: float | None) -> LoadReport:
         """Return the report of engines, with the measured rate at which one computes prompts."""
-        serving = [one for one in engines if one.state == "serving"]
-        tokens = sum(one.waiting_prompt_tokens for one in engines)
+        serving = [engine for engine in engines if engine.state == "serving"]
+        tokens = sum(engine.waiting_prompt_tokens for engine in engines)
         seconds = None if tokens else 0.0
         if tokens and tokens_per_second and serving:
             seconds = tokens / (tokens_per_second * len(serving))
-        usage = sum(one.kv_cache_usage for one in serving)
+        usage = sum(engine.kv_cache_usage for engine in serving)
         return cls(
-            in_flight=sum(one.in_flight for one in engines),
-            num_running=sum(one.num_running for one in engines),
-            num_waiting=sum(one.num_waiting for one in engines),
+            in_flight=sum(engine.in_flight for engine in engines),
+            num_running=sum(engine.num_running for engine in engines),
+            num_waiting=sum(engine.num_waiting for engine in engines),
             waiting_prompt_tokens=tokens,
             kv_cache_usage=usage / len(serving) if serving else 0.0,
             prefill_tokens_per_second=tokens_per_second,

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Client(Strict):
-    """Who makes a call: what an authenticator found out, and the bounds of it.
+    """The caller of a request: the result of an authenticator, and the caller's limits.
 
     Attributes:
         name: for logs and statistics.
@@ -40,7 +40,7 @@ class Client(Strict):
             `name`, so that the scheduling policy `fair` has a tenant per client.
         min_priority: the smallest, which is the most important, that requests may have.
         max_priority: the largest.
-        max_timeout: seconds that requests may run; also the timeout of those that have none. None
+        max_timeout: seconds that requests may run; also the timeout of requests without one. None
             is no limit.
         kv_transfer: whether requests may bring `kv_transfer_params`.
         trace: whether requests may ask how their tokens were chosen, also if `server.trace` is off.
@@ -87,7 +87,7 @@ class Route:
 
     Attributes:
         path: such as "/acme/usage" or "/acme/users/{name}".
-        endpoint: takes starlette's request, whose `state.client` is the Client, and returns its
+        endpoint: takes starlette's request, with the Client in its `state.client`, and returns its
             response, or a struct, which is sent as JSON. A HardpointError or starlette's
             HTTPException that it raises becomes an answer, any other error an answer 500 that
             names the plugin.
@@ -98,7 +98,7 @@ class Route:
         summary: one line for the OpenAPI document.
         request_type, response_type: types of JSON bodies, for the OpenAPI document.
         body_types: media types that its bodies may have; others are answered with 415.
-        is_counted: whether its requests count as `requests_per_minute` of keys: those of routes
+        is_counted: whether its requests count as `requests_per_minute` of keys: requests of routes
             that compute or store do.
     """
 
@@ -122,7 +122,7 @@ class Middleware:
     """An ASGI middleware around all routes of the users' address; it runs after authentication.
 
     `scope["state"]["client"]` is the Client. It answers a request, or calls the application inside
-    once. To refuse a request it raises starlette's HTTPException or a RequestError; any other
+    once. To reject a request it raises starlette's HTTPException or a RequestError; any other
     error, two answers or none end that request alone with 500, which names the plugin. So does a
     pause of more than `server.extension_seconds` outside of the application inside. The server's
     own `/health` and `/ready` pass no middleware, so that no plugin fails a probe. A WebSocket is a
@@ -130,7 +130,7 @@ class Middleware:
 
     Attributes:
         wrap: takes an application and returns another one; called once, when the server starts.
-        before, after: names of plugins whose middleware runs inside of it, or around it.
+        before, after: names of plugins with middleware that runs inside of it, or around it.
     """
 
     wrap: Callable[[ASGIApp], ASGIApp]
@@ -146,16 +146,16 @@ class Transform:
     starlette's HTTPException with its status; any other as 500, which names the plugin.
 
     Attributes:
-        request: takes a decoded body without its nulls, returns the one that is checked and
+        request: takes a decoded body without its nulls, returns the body that is checked and
             answered.
-        response: takes the body of a whole answer, returns the one that is sent.
-        event: takes the data of one event of a stream, returns the one that is sent, or None to
+        response: takes the body of a whole answer, returns the body that is sent.
+        event: takes the data of one event of a stream, returns the data that is sent, or None to
             leave it out. It is called per token and slows streams down.
         end: takes how the call ended: "finished"; "aborted", if the client went before the end; or
             "failed", if the answer is an error or a stream ended with one. Called once for each
-            call, after everything else, so that a transform can release what it keeps of a stream.
-        before, after: names of plugins whose transforms run after it, or before it. Requests pass
-            transforms in that order, answers in the reverse one.
+            call, after everything else, so that a transform can release its data about a stream.
+        before, after: names of plugins with transforms that run after it, or before it. Requests
+            pass transforms in that order, answers in the reverse one.
     """
 
     request: Callable[[Call, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
@@ -170,7 +170,7 @@ class Transform:
 class Authenticator:
     """Finds out who makes a call. With at least one, every closed route needs a client.
 
-    An error that one raises refuses that request: starlette's HTTPException with its status, any
+    An error that one raises rejects that request: starlette's HTTPException with its status, any
     other with 500, which names the plugin.
 
     Attributes:
@@ -188,19 +188,19 @@ class Authenticator:
 class ResponseStore:
     """Keeps the responses of `/v1/responses`, so that requests can go on from them. One at most.
 
-    What it is given is opaque, and kept by the owner, which is the client's name, and by the id of
-    the response: no owner ever gets what another one has put. An error that a function raises
-    answers that request with 500, which names the plugin; so does one that takes longer than
+    Contents are opaque, and kept by the owner, which is the client's name, and by the id of
+    the response: no owner ever gets another owner's contents. An error that a function raises
+    answers that request with 500, which names the plugin; so does a call that takes longer than
     `server.extension_seconds`. A store that cannot be used for a while raises starlette's
     HTTPException with 503 and Retry-After.
 
     Attributes:
-        put: takes owner, id and content; replaces what is there. It is called before the client has
-            the answer, and may drop what is old.
+        put: takes owner, id and content; replaces the present content. It is called before the
+            client has the answer, and may drop old contents.
         get: takes owner and id; returns the content, or None if there is none, or none any more.
         delete: takes owner and id; returns whether there was a content.
-        is_shared: whether all processes of a server, and those after a restart, have the same
-            contents. A server with several workers refuses another one.
+        is_shared: whether all processes of a server, also after a restart, have the same
+            contents. A server with several workers rejects another one.
         retain_seconds: how long the keys and values of a stored response are to stay in the prefix
             cache, where the request has no `retain_seconds`; None is as for other requests.
     """

@@ -110,7 +110,7 @@ class PluginControl(Protocol):
     async def call_part(
         self, part: str, method: str, arguments: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a step part that answers calls; return what it answers."""
+        """Call a method of a step part; return its result."""
 
     async def process(
         self,
@@ -138,7 +138,7 @@ class PluginControl(Protocol):
         """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
 
     def server_extensions(self, server: ServerContext) -> Sequence[InstalledExtension]:
-        """Call the hook of the same name; return what plugins add, in order of enabling.
+        """Call the hook of the same name; return the extensions in order of enabling.
 
         Raises:
             PluginError: a plugin failed, or returned something else.
@@ -212,7 +212,7 @@ class AsyncGenerator(Protocol):
         all of that request id. The source's stream has begun and is not closed.
 
         Args:
-            token_ids: all output tokens before those to come.
+            token_ids: all output tokens so far.
 
         Raises:
             RequestError: no request of that id is open, or the copy cannot go on after `token_ids`.
@@ -226,7 +226,7 @@ class AsyncGenerator(Protocol):
         keep_last: bool = True,
         **options: Unpack[RequestOptions],
     ) -> OpenConversation:
-        """Open a conversation, whose prompt goes on after each answer.
+        """Open a session: each prompt continues after the previous answer.
 
         Raises:
             RequestError: parameters or options are wrong for a conversation.
@@ -240,7 +240,7 @@ class AsyncGenerator(Protocol):
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> c.AsyncGenerator[PoolingRequestOutput, None]:
-        """Pool a prompt; yield one output. Errors are those of `generate`."""
+        """Pool a prompt; yield one output. Errors are the same as for `generate`."""
 
     async def encode_batch(
         self,
@@ -299,16 +299,16 @@ class ServerContext(Protocol):
     async def read(self, request: HTTPRequest, type_: type[StructT]) -> StructT:
         """Return the JSON body of a request to a route, checked.
 
-        The limits and the messages of errors are those of the server's own routes; members
+        The limits and the messages of errors are the same as for the server's own routes; members
         that are null are left out. Transforms do not see it.
 
         Args:
             request: request of the route.
-            type_: type of the body; derived from `hardpoint.typed.Strict` it refuses unknown
+            type_: type of the body; derived from `hardpoint.typed.Strict` it rejects unknown
                 fields.
 
         Raises:
-            RequestError: naming the field, its value and what would be right.
+            RequestError: naming the field, its value and the expectation.
             Exception: the body is no JSON, is too long, or stops; the server answers it.
         """
 
@@ -328,7 +328,7 @@ class ServerContext(Protocol):
     async def ask(self, client: Client, path: str, body: bytes) -> HTTPResponse:
         """Return the answer of a route of this server to a POST of JSON.
 
-        It is answered as that of a client would be, within the client's bounds and the server's
+        It is answered like a request of a client, within the client's bounds and the server's
         limits, by middleware and transforms too; no key is asked for. Cancelling it ends the
         request. The answer has the status, the headers and the body; its status is 0 if it was
         cut.
@@ -347,7 +347,7 @@ class ServerContext(Protocol):
         """
 
     def check_prompt(self, *parts: Any, name: str = "prompt") -> None:
-        """Check the size of what a prompt is made of, before anything is made of it.
+        """Check the size of a prompt's inputs before they are processed.
 
         Args:
             parts: texts, or plain data that holds texts.
@@ -360,8 +360,8 @@ class ServerContext(Protocol):
     def options(self, request: HTTPRequest, asked: Any) -> RequestOptions:
         """Return the options of a request to the engine, within the bounds of who calls.
 
-        They are those of the server's own routes: the salt and the tags of the client's key, its
-        bounds of priority and time, and the trace.
+        They are the same as for the server's own routes: the salt and the tags of the client's key,
+        its bounds of priority and time, and the trace.
 
         Args:
             request: request of the route.
@@ -382,8 +382,8 @@ class ServerContext(Protocol):
         time does not count for `server.extension_seconds`.
 
         Args:
-            generates: whether it counts as a request that is being answered, as those of the
-                server's own routes do: `server.limits.requests` bounds it, and it is refused while
+            generates: whether it counts as a request that is being answered, like requests of the
+                server's own routes do: `server.limits.requests` bounds it, and it is rejected while
                 the engine is paused or the server ends.
 
         Raises:
@@ -400,7 +400,7 @@ class WorkerPlan:
         run: function that each calls with its `CommandWorker`, as `package.module:function`; it
             returns the exit code.
         num_workers: number of processes.
-        files: descriptors of which each gets duplicates.
+        files: file descriptors; each process gets duplicates.
         data: plain data for each.
     """
 
@@ -451,7 +451,8 @@ class WorkerGroup(Protocol):
     async def start(self, plan: WorkerPlan) -> None:
         """Start the workers; return once all are ready.
 
-        One that ends before it is asked to is replaced; its requests end, those of others go on.
+        A process that ends before it is asked to is replaced; its requests end, other requests go
+        on.
 
         Raises:
             HardpointError: one could not start; all are ended.
@@ -461,7 +462,7 @@ class WorkerGroup(Protocol):
         """Return the numbers of workers that were replaced since the last call."""
 
     def send_signal(self, number: int) -> None:
-        """Send all workers a signal. One that ends after SIGTERM or SIGINT is not replaced."""
+        """Send all workers a signal. A worker that ends after SIGTERM or SIGINT is not replaced."""
 
     async def wait(self) -> int:
         """Wait until all have ended; return the highest exit code, 0 or more.

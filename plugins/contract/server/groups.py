@@ -63,7 +63,7 @@ class EngineControl(Protocol):
         """Return how many requests run and wait, and the state of the KV cache."""
 
     async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
-        """Return live completions: all, or those of some requests by the user's ids."""
+        """Return live completions: all, or the completions of some requests by the user's ids."""
 
     async def reset_encoder_cache(self) -> None:
         """Clear the embeddings of images and the like."""
@@ -117,7 +117,7 @@ class ModelControl(Protocol):
         """Whether prompts and conversations may have images."""
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a prompt without any: those that the model's files recommend."""
+        """Return the default parameters of a prompt, as the model's files recommend them."""
 
     async def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
@@ -125,7 +125,7 @@ class ModelControl(Protocol):
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids."""
 
     async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
-        """Return the tokens that a prompt would have, those of images included.
+        """Return the tokens of a prompt, including the tokens of its images.
 
         Raises:
             RequestError: it is malformed.
@@ -139,11 +139,11 @@ class PromptControl(Protocol):
     """The default parameters and the chat template of an open model."""
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a prompt without any: those that the model's files recommend."""
+        """Return the default parameters of a prompt, as the model's files recommend them."""
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or it rejects the messages.
         """

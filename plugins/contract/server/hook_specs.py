@@ -10,7 +10,7 @@ process that calls hooks: of `__init__(self, context)` with a `HookContext`, whi
 another one without arguments. Modules and objects have no options.
 
 It may declare a table of the configuration as `config_table = ("acme", AcmeConfig)`: the table's
-name and its type, a class derived from `hardpoint.typed.Strict` of which every field has a default.
+name and its type, a class derived from `hardpoint.typed.Strict` with a default for every field.
 While the plugin is enabled, `[acme]` is checked as the tables of Hardpoint itself are, and
 `config.table(AcmeConfig)` returns it, of the configuration that hooks and commands get. It does not
 travel to the engine's process and its workers. Give it the name of the plugin's entry point: the
@@ -75,11 +75,11 @@ class HookSpecs:
         """[frontend] A request was checked and is about to enter the engine.
 
         Called for each of the `n` completions. May change the fields: they are checked again, and
-        an invalid value refuses the request, naming the plugin and the field.
+        an invalid value rejects the request, naming the plugin and the field.
         `external_req_id` (the user's id), `request_id` (the internal one), `child_index` and
         `client_index` must not change. `plugin_args` holds the arguments for each component, as its
-        `prepare` returned them; those of parameters that change in `params` are prepared again.
-        Raising a ValueError refuses the request with that message; any other error also refuses
+        `prepare` returned them; arguments of parameters that change in `params` are prepared again.
+        Raising a ValueError rejects the request with that message; any other error also rejects
         it, and names the plugin.
         """
 
@@ -95,13 +95,13 @@ class HookSpecs:
     def hardpoint_components(self) -> Mapping[str, Callable[..., object]]:  # type: ignore[empty-body]
         """[frontend] Return components of any kind, by name.
 
-        What `plugins.enable` accepts by FQCN: classes that derive from an interface, functions that
-        make callables for requests. The kind follows from the interface, that of an output parser
-        from its roles; a name may begin with it (`"samplers/gumbel"`). Other processes import the
-        components, so each has to be found by its module and name there.
+        Plugins that `plugins.enable` accepts by FQCN: classes that derive from an interface,
+        functions that make callables for requests. The kind follows from the interface, an output
+        parser's from its roles; a name may begin with it (`"samplers/gumbel"`). Other processes
+        import the components, so each has to be found by its module and name there.
 
-        While the plugin is enabled, its components are chosen and enabled by their names, as those
-        of entry points are. Called before any component is made, and more than once: in a class,
+        While the plugin is enabled, its components are chosen and enabled by their names, like
+        entry points. Called before any component is made, and more than once: in a class,
         it is a static method.
         """
 

@@ -10,7 +10,7 @@ class JournalReport(Protocol):
     """The findings of the replay of a journal.
 
     Attributes:
-        difference: the first one, whose text shows it; None if all was the same.
+        difference: the first one, with its text; None if all was the same.
     """
 
     difference: Any
@@ -20,10 +20,10 @@ class JournalReport(Protocol):
 
 
 class JournalUse(Protocol):
-    """A journal (`engine.journal`), and what can be done with it.
+    """A journal (`engine.journal`) and its operations.
 
-    Each method raises a HardpointError that names the offset if the file is damaged, or what
-    differs if something else recorded it.
+    Each method raises a HardpointError that names the offset if the file is damaged, or the
+    difference if something else recorded it.
     """
 
     def replay(self, until: int | None = None) -> JournalReport:

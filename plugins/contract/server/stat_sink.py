@@ -22,7 +22,7 @@ class StatSinkContext(Context["StatSink"]):
         model: as configured.
         engine_index: index of the engine, the first one of several.
         model_name: name of the model in exported metrics; None is as configured.
-        aliases: engines under whose names metrics are exported, too (`metrics.aliases`).
+        aliases: engines that give the exported metrics further names (`metrics.aliases`).
         block_size: block size of the KV cache, in tokens; None if it is unknown.
         prefix_caching: whether the KV cache keeps the blocks of common prefixes.
     """
@@ -62,7 +62,7 @@ class StatSink(Component):
     def exposition(self, plugins: PluginReport) -> str:  # noqa: ARG002
         """Return the exported metrics, in Prometheus's text format; nothing by default.
 
-        `metrics()` and the server's `GET /metrics` return that of all sinks, joined. Called in the
+        `metrics()` and the server's `GET /metrics` join the results of all sinks. Called in the
         frontend's process, by `AsyncLLM` in the thread of the event loop.
 
         Args:

@@ -23,7 +23,7 @@ class ComponentCalls(Protocol):
     source: Source
 
     def run(self, method: str, function: Callable[..., R], *args: Any) -> R:
-        """Call a method of the component; return what it returns."""
+        """Call a method of the component; return its result."""
 
 
 class FaultCounter(Protocol):
@@ -88,11 +88,11 @@ class ComponentFactory(Protocol):
         """Return the options of an enabled component as plain data."""
 
     def call(self, kind: str, name: str, method: str, *args: Any) -> Any:
-        """Call a class method of an enabled component, whose result is checked as it declares.
+        """Call a class method of an enabled component; check its result as declared.
 
         Raises:
             PluginFaultError: it failed, or returned something else; the message names it.
-            Exception: one that the method declares, such as NotImplementedError.
+            Exception: an exception that the method declares, such as NotImplementedError.
         """
 
     def calls(self, kind: str, name: str) -> ComponentCalls:
@@ -123,7 +123,7 @@ class ComponentFactory(Protocol):
         report: Callable[[str, BaseException | None], None],
         **fields: Any,
     ) -> Any:
-        """Build an enabled component, as `create`, whose methods do what its kind declares.
+        """Build an enabled component like `create`, with checks of the results of its methods.
 
         Where one does not, the declared default decides.
 

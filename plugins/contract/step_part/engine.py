@@ -33,8 +33,8 @@ REQUEST_FIELDS = {
 }
 """Optional fields of `EngineCoreRequest` that only step parts make use of.
 
-With the error of a request that sets one which no enabled part uses: `value` is what it is set to,
-`count` the number of its items.
+With the error of a request that sets a field without an enabled part for it: `value` is the value
+of the field, `count` the number of its items.
 """
 
 
@@ -57,22 +57,22 @@ class StepBorder(Protocol):
         """Check that `run` can pause the engine.
 
         Args:
-            mode: what happens to requests in flight, as in `LLM.pause`.
+            mode: handling of requests in flight, as in `LLM.pause`.
 
         Raises:
-            RequestError: an unknown mode, or one that this engine cannot do.
+            RequestError: an unknown mode, or a mode that this engine does not support.
             HardpointError: the engine is asleep, or is about to be.
         """
 
     def run(self, part: str, mode: str, action: Callable[[], Any]) -> Future[Any]:
         """Pause the engine, run an action once no step is under way, and continue.
 
-        The engine continues as the user's pauses have it by then.
+        Afterwards the engine is paused only if the user has paused it.
 
         Args:
-            part: name of the part. One of its actions that waits from before is given up.
+            part: name of the part. Its earlier action, if still waiting, is canceled.
             mode: as for `check`.
-            action: its result, or exception, is that of the future.
+            action: its result, or exception, is set in the future.
 
         Raises:
             RequestError, HardpointError: as `check`.
@@ -115,7 +115,7 @@ class EngineHalfContext:
         components: builds components of other kinds.
         describe_fault: returns class and text of an exception that a component raised; raises it
             again if it is not the component's fault but the user's interrupt.
-        faults: counts those of components.
+        faults: counts the faults of components.
         clock: seconds.
         scheduler: names the scheduler in messages.
         vocab_size: vocabulary size of the model.
@@ -127,12 +127,12 @@ class EngineHalfContext:
             of a request, which its known tokens must fill. They are chained, and include its salt.
         publish: publishes events of the KV cache.
         retained: the cached blocks that eviction policies are to keep, if they can.
-        step_cost: returns what a step takes, as far as is known by now; it is measured if
+        step_cost: returns the cost of a step, as far as is known by now; it is measured if
             `scheduler.step_milliseconds` is set or a part drafts.
         why_waiting: returns why a live request got no tokens in the last plan; None if it got some,
             or the scheduler gives no reasons.
-        call_workers: returns what `WorkerCalls.call` answers in each rank, in rank order, after the
-            steps that were planned before; raises what one of them raised. Once workers run.
+        call_workers: returns the results of `WorkerCalls.call` in each rank, in rank order, after
+            the steps that were planned before; raises the exception of a rank. Once workers run.
         border: runs actions between two steps, once workers run; None if the context was made by
             hand.
     """

@@ -1,8 +1,8 @@
-"""Engine hooks of step parts: one protocol for each thing that a part does.
+"""Engine hooks of step parts: one protocol per task.
 
 The half of a part in the engine is an object of any class with the members of the protocols that it
-needs. One thread calls it. The engine binds the hooks when it starts: one that no half has is never
-called, and none is called in a step without a request that uses the part.
+needs. One thread calls it. The engine collects the hooks when it starts: undefined hooks are
+never called, and no hook is called in a step without a request that uses the part.
 
 A class that names a protocol as its base is checked by type checkers against it, and has to define
 the abstract members; the others are optional. Any half may also have `close()`, which releases its
@@ -79,7 +79,7 @@ class RequestFilter(Protocol):
         """Check a new request; its features alone have their data here, see `MultiModalFeature`.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: it is rejected.
         """
         return None
 
@@ -104,7 +104,7 @@ class AdmissionGate(Protocol):
         """
 
     def wait(self) -> None:
-        """Wait a moment for what a gate waits for, after a step that computed nothing.
+        """Wait a moment for the gate's condition, after a step that computed nothing.
 
         A part that holds requests back sleeps here, or the engine takes all of a CPU. The next step
         looks for aborts, so that a few milliseconds are right.
@@ -127,8 +127,8 @@ class ResourceCost(Protocol):
         """Return the amounts of resources that a request holds while it runs, by name.
 
         Called once, after the gates. A request is admitted when all amounts are available; they
-        are released when it is preempted and when it ends. One that costs more than the capacity
-        ends with an error.
+        are released when it is preempted and when it ends. A request with a cost above the
+        capacity ends with an error.
         """
 
 
@@ -139,7 +139,7 @@ class RequestLifecycle(Protocol):
     def ended(self, request_id: str) -> None:
         """Notify the part of the end of a request, with the plan that reports it.
 
-        Also of one that never passed the gate.
+        Also called for a request that never passed the gate.
         """
 
     def preempted(self, request_id: str) -> None:
@@ -167,7 +167,7 @@ class PlanData(Protocol):
 
 
 class StepObserver(Protocol):
-    """Reads what each step gave.
+    """Reads the outputs of each step.
 
     Attributes:
         is_active: whether new requests may use the part, and `publish` is called; read for each. A
@@ -185,7 +185,7 @@ class StepObserver(Protocol):
         The reports of the worker halves are `result.part_reports[name]`, by rank.
 
         Returns:
-            Requests that end with an error, of those that use the part.
+            Requests that end with an error, among the ones that use the part.
         """
 
     def masked(self, plan: SchedulerOutput, masks: Mapping[Source, GrammarBitmask]) -> None:
@@ -196,7 +196,7 @@ class StepObserver(Protocol):
         return None
 
     def publish(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        """Complete the outputs of all requests, also of those that do not use the part.
+        """Complete the outputs of all requests, including requests that do not use the part.
 
         Called before clients get them.
 
@@ -230,7 +230,7 @@ class TokenMask(Protocol):
         """
 
     def needs_results(self, plan: SchedulerOutput) -> Collection[str]:
-        """Return the requests of a plan whose earlier tokens `mask` needs.
+        """Return the requests of a plan for which `mask` needs the earlier tokens.
 
         If several steps are under way, `mask` is called when these are known.
         """
@@ -239,8 +239,8 @@ class TokenMask(Protocol):
     def limit_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, int]:
         """Return how many of the first drafts of requests may be accepted; of others, all may.
 
-        Called after `drafts` of all parts, with those of requests that use the part. The next step
-        computes no rows for the rest, which this part would not let be sampled.
+        Called after `drafts` of all parts, with the drafts of requests that use the part. The next
+        step computes no rows for the drafts beyond these numbers.
         """
         return {}
 
@@ -259,15 +259,15 @@ class DraftTokens(Protocol):
     def drafts(self) -> Mapping[str, Sequence[int]]:
         """Return token ids that may follow the output of requests, by request id.
 
-        Called after each step that computed tokens, when the requests have those of its result. The
-        next step verifies drafts of requests that decode; others are dropped. A draft is accepted
-        if it is the token that is sampled at its position, so that drafts change no output. Of
-        several parts that draft for a request, the first one's drafts are used.
+        Called after each step that computed tokens, when the requests have the tokens of its
+        result. The next step verifies drafts of requests that decode; others are dropped. A draft
+        is accepted if it is the token that is sampled at its position, so that drafts change no
+        output. Of several parts that draft for a request, the first one's drafts are used.
         """
 
 
 class OutputFigures(Protocol):
-    """Adds figures to the outputs of requests whose `SamplingParams.include` names the part."""
+    """Adds figures to the outputs of requests with the part in `SamplingParams.include`."""
 
     @abstractmethod
     def figures(self, request_id: str) -> Mapping[str, float | str | Sequence[float]]:
@@ -284,7 +284,7 @@ class OutputFigures(Protocol):
         `CompletionOutput.part_arrays[name]`; of a position that was given before, they are left
         out.
 
-        Positions count from 0, the first token of the prompt. Only those that are computed have
+        Positions count from 0, the first token of the prompt. Only computed positions have
         numbers: the token that a step has sampled last is the input of the next step, which
         computes its position. A request with a prompt of p tokens and n output tokens has the
         positions 0 to p + n - 2. Another position is a fault of the part.
@@ -293,7 +293,7 @@ class OutputFigures(Protocol):
 
 
 class BlockKey(Protocol):
-    """Adds to the keys of cached blocks what their KV depends on besides tokens."""
+    """Extends the keys of cached blocks by the inputs that their KV depends on besides tokens."""
 
     @abstractmethod
     def block_key(self, request: EngineCoreRequest, span: range) -> bytes | None:
@@ -357,10 +357,10 @@ class BlockTransfer(Protocol):
         """
 
     def started(self, handshakes: Sequence[bytes | None]) -> None:
-        """Take what `BlockAccess.start` returned in each rank, before the first step.
+        """Receive the result of `BlockAccess.start` in each rank, before the first step.
 
         Called again when the worker halves were started again, after a sleep that released the
-        model, whose weights may be others now.
+        model, possibly with other weights.
         """
         return None
 
@@ -387,23 +387,23 @@ class EncoderBudget(Protocol):
 
 
 class WorkerSetup(Protocol):
-    """Sends the worker halves what they need when they start."""
+    """Sends the worker hooks their data when the workers start."""
 
     @abstractmethod
     def workers_started(self) -> Mapping[str, RequestFault]:
-        """Give the worker halves what they need, before the next step; none has any of it.
+        """Send the worker hooks their data before the next step; new workers have no data.
 
         Called when the engine starts, and again when the worker halves were built again, after a
         sleep that released the model. `EngineHalfContext.call_workers` reaches them.
 
         Returns:
-            Requests that end with an error, of those that use the part.
+            Requests that end with an error, among the ones that use the part.
         """
 
     def weights_changed(self) -> None:
         """Notify the half that the workers have other weights, or have loaded the model again.
 
-        Called between steps, after the worker halves have lost what depends on weights.
+        Called between steps, after the worker halves have dropped data that depends on weights.
         """
         return None
 
@@ -416,7 +416,7 @@ class ProgramCalls(Protocol):
         """Answer a call of a program; called between steps.
 
         Args:
-            method: name of what is asked for.
+            method: name of the call.
             arguments: plain data, unchecked.
 
         Returns:

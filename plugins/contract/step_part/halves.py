@@ -41,7 +41,7 @@ __all__ = ["EngineHalf", "WorkerHalf"]
 
 
 class EngineHalf:
-    """All hooks of a half in the engine; override those that the part needs.
+    """All engine hooks of a step part; override the hooks that the part needs.
 
     New parts name the protocols that they implement instead: `RequestFilter`, `ResourceCost` and
     the others of `engine_hooks`, which describe the hooks.
@@ -147,7 +147,7 @@ class EngineHalf:
 
 
 class WorkerHalf:
-    """All hooks of a half in a worker; override those that the part needs.
+    """All worker hooks of a step part; override the hooks that the part needs.
 
     New parts name the protocols that they implement instead: `WorkerStep`, `ModelLogits` and the
     others of `worker_hooks`, which describe the hooks.

@@ -19,8 +19,8 @@ class OutputObserver:
     For one thread at a time, except `end` and `report`: closing the engine may call them in any
     thread. All of it should be fast, because other requests wait; `update` is called once per
     output. A fault is counted under the part's name and affects no request. A `PluginFaultError` of
-    `flush`, `record`, `report` or `exposition` ends the engine: a component whose faults end the
-    engine (`plugins.on_error`) raises it.
+    `flush`, `record`, `report` or `exposition` ends the engine: a component with faults that end
+    the engine (`plugins.on_error`) raises it.
 
     Attributes:
         interval_seconds: time between two calls of `report`; None is never.
@@ -62,7 +62,7 @@ class OutputObserver:
         return None
 
     def flush(self) -> None:
-        """Report a batch whose outputs were all observed."""
+        """Report a batch after all its outputs were observed."""
 
     def record(self, stats: IterationStats) -> None:
         """Report the figures that a frontend in another process has gathered."""
@@ -84,13 +84,13 @@ class OutputObserver:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPartChange:
-    """Replacements of what a half drives, built for the next generation of the plugins.
+    """Replacements of the components of a half, built for the next generation of the plugins.
 
     Attributes:
-        switch: called between two steps: with True to use what was built, or with False to use
-            again what was used before. Must not fail, and takes no time.
-        close_old: closes what was replaced, once all processes have switched.
-        close_new: closes what was built, if the change is undone.
+        switch: called between two steps: with True to use the new components, or with False to
+            return to the old ones. Must not fail, and takes no time.
+        close_old: closes the old components, once all processes have switched.
+        close_new: closes the new components, if the change is undone.
     """
 
     switch: Callable[[bool], None]

@@ -3,12 +3,12 @@
 A part completes requests in the frontend, gates them, counts resources, puts data on the plan,
 masks logits, reads results, and is notified of plans that are lost; in a worker it may run the
 model in another way. There is a protocol for each of these, `engine_hooks` and `worker_hooks`, and
-the half of a part in the engine or in a worker implements those that it needs. The engine binds the
-methods that a half has to lists when it starts; a method that no half has is never called, and none
+the half of a part in the engine or in a worker implements the protocols that it needs. The
+engine collects the methods of all halves when it starts; undefined methods are not called, and no
 of the engine's half is called in a step without a request that uses the part.
 
 The frontend half, `FrontendHalf`, checks requests and reads answers. It completes a request before
-the engine gets it, with what only the frontend has: the tokenizer, and the classes of components
+the engine gets it, with data of the frontend: the tokenizer, and the classes of components
 that the engine drives.
 """
 
@@ -59,7 +59,7 @@ class FrontendHalfContext:
     """Context of the half in the frontend.
 
     Attributes:
-        components: components of other kinds; always those of the newest generation.
+        components: components of other kinds; always of the newest generation.
         vocabulary: returns the vocabulary of the tokenizer, or raises NotImplementedError with the
             reason where it has none. `EngineHalfContext` has it if a frontend half has asked.
         vocab_size: vocabulary size of the model.
@@ -87,13 +87,13 @@ class GivenPrompt:
     """A prompt, whatever form it was given in.
 
     Attributes:
-        token_ids: one per position; checked later. None if `text` is to be tokenised.
+        token_ids: one per position; checked later. None if `text` is to be tokenized.
         text: text of the prompt, if it is known.
         cache_salt: used if the request has none.
         arrival_time: seconds on the frontend's clock, used if the request has none.
-        fields: fields of its request that a step part has read, of those that it makes use of
+        fields: fields of its request that a step part has read, among the ones that it uses
             (`StepPart.request_fields`). With some, the prompt is not cut, but by `cut`.
-        cut: `cut(limit)` returns the prompt with at most that many tokens, of which it has more;
+        cut: `cut(limit)` returns the prompt with at most that many tokens, if it has more;
             or raises a RequestError. None keeps the last ones of a prompt without `fields`.
     """
 
@@ -106,7 +106,7 @@ class GivenPrompt:
 
 
 class PromptReader(Protocol):
-    """Reads what a prompt of a part's own form has of other forms."""
+    """Converts a part's own form of prompt with the readers of other forms."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -137,7 +137,7 @@ class FrontendHalf:
     fault ends the request that it is about, whatever the `fault_scope` of the part.
 
     Attributes:
-        prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
+        prompt_keys: keys of a prompt that is a mapping; with any of them `read_prompt` reads it;
             read once. A key is of one part; a prompt with keys of several is read by the first.
         for_fields: fields of `EngineCoreRequest`. With these or `for_parameters`, `output_format`,
             `prepare`, `reads_answer` and `validate` are called for requests alone in which one of
@@ -159,7 +159,7 @@ class FrontendHalf:
 
     @property
     def components(self) -> Sequence[Component]:
-        """Components that the half drives, whose states the utility `plugin_states` returns."""
+        """Components of the half; the utility `plugin_states` returns their states."""
         return ()
 
     def observer(self) -> OutputObserver | None:
@@ -171,16 +171,16 @@ class FrontendHalf:
         components: ComponentFactory,  # noqa: ARG002
         config: EngineConfig,  # noqa: ARG002
     ) -> PreparedPartChange | None:
-        """Build what a change of other plugins, while the engine runs, replaces in this half.
+        """Build replacements of this half's components for a hot reconfiguration of other plugins.
 
         Called in another thread while the half serves.
 
         Args:
-            components: those of the next generation.
+            components: components of the next generation.
             config: the next configuration.
 
         Returns:
-            What was built; None if the half stays as it is.
+            The replacements; None if the half stays as it is.
 
         Raises:
             HardpointError: the change cannot be made; nothing is left of it.
@@ -202,7 +202,7 @@ class FrontendHalf:
             reader: reads texts, and the prompt without the part's own keys.
 
         Raises:
-            RequestError: it is refused; names the key, its value and the expected one.
+            RequestError: it is rejected; names the key, its value and the expected one.
         """
         raise RequestError(f"prompt: the part reads none, got the keys {sorted(prompt)}")
 
@@ -220,7 +220,7 @@ class FrontendHalf:
             items: each with its place, which names it in messages; unchecked.
 
         Raises:
-            RequestError: one is refused; names its place, its value and the expected one.
+            RequestError: one is rejected; names its place, its value and the expected one.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read_media")
 
@@ -231,7 +231,7 @@ class FrontendHalf:
     ) -> OutputFormat | None:
         """Return the format of a new request's outputs; None, the default, if it is text alone.
 
-        Called before `prepare_calls`, and again if a hook has changed what the format depends on.
+        Called before `prepare_calls`, and again if a hook has changed inputs of the format.
         The formats of several parts are used together, in the order of the parts; the `markers` and
         `calls` of the first one that has some count.
 
@@ -240,7 +240,7 @@ class FrontendHalf:
             calls: its tools; None without any.
 
         Raises:
-            RequestError: the request is refused.
+            RequestError: the request is rejected.
         """
         return None
 
@@ -248,7 +248,7 @@ class FrontendHalf:
         """Complete a new request that has tools; called before `prepare`.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: it is rejected.
         """
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
@@ -261,7 +261,7 @@ class FrontendHalf:
             reasoning: marks where the answer begins; None if the request's output has no reasoning.
 
         Raises:
-            RequestError: it is refused; names the field, its value and the expected one.
+            RequestError: it is rejected; names the field, its value and the expected one.
         """
 
     def reads_answer(self, request: EngineCoreRequest) -> bool:  # noqa: ARG002
@@ -273,7 +273,7 @@ class FrontendHalf:
         """Return the flaw of a finished answer, for `CompletionOutput.validation_error`.
 
         Args:
-            request: one that `reads_answer` chose.
+            request: a request that `reads_answer` chose.
             answer: whole, without reasoning and calls of tools.
 
         Returns:
@@ -307,9 +307,9 @@ class StepPart(ComponentWithArguments):
     `plugin_args["step_parts/NAME"]` of its `EngineCoreRequest`, as plain data.
 
     Attributes:
-        fault_scope: what a fault of a half ends: the requests of the plan that use the part, its
+        fault_scope: scope of a fault of a half: the requests of the plan that use the part, its
             work in this step, or the engine.
-        before, after: names of parts whose methods are called after, and before, those of this one.
+        before, after: names of parts with methods that are called after, and before, this part's.
         changes_live: whether it may be enabled, replaced and disabled while an engine runs; its
             requests finish with the part, and the options, that they were admitted with. A half
             that takes part in the start of an engine or of its workers can not be changed.
@@ -325,20 +325,20 @@ class StepPart(ComponentWithArguments):
     def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
         """Return the optional fields of `EngineCoreRequest` that the part makes use of.
 
-        Of `REQUEST_FIELDS`. A request that sets one of these is refused unless an enabled part uses
-        it, which checks the value.
+        Of `REQUEST_FIELDS`. A request that sets one of these is rejected unless an enabled part
+        uses it, which checks the value.
         """
         return ()
 
     @classmethod
     def merge_answers(cls, method: str, answers: Sequence[Any]) -> Any:
-        """Return one answer to `plugins.call_part` for those of several engines (`parallel.data`).
+        """Merge the results of `plugins.call_part` of several engines (`parallel.data`).
 
         The default is the answer that all of them give.
 
         Args:
             method: the call.
-            answers: what `ProgramCalls.call` answered in each engine, in the order of their ranks,
+            answers: results of `ProgramCalls.call` in each engine, in the order of their ranks,
                 none of them None: an engine that answers None is asked again.
 
         Raises:

@@ -48,7 +48,7 @@ class SpeculatorContext(Context["Speculator"]):
         num_draft_tokens: drafts of a request and a step, at most.
         ops: operations on logits, quick ones on this device.
         loaded: the model itself; None if the context was made by hand.
-        open_model: opens a further model, such as a small one that drafts; None if the context was
+        open_model: opens a further model, such as a small draft model; None if the context was
             made by hand.
         MAIN_MODEL: the engine's own model, for `open_model`.
     """
@@ -70,26 +70,26 @@ class SpeculatorContext(Context["Speculator"]):
 class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
     """A request to draft for, as a speculator sees it: it changes nothing of it.
 
-    `DraftRequest[Arguments, History]` in an annotation states what its arguments and state are.
+    `DraftRequest[Arguments, History]` in an annotation states the types of arguments and state.
 
     Attributes:
         prompt_token_ids: its prompt; None in place of an id where it has an embedding.
         output_token_ids: its output so far; it grows between two calls. Do not keep a copy.
         params: sampling parameters.
         arguments: its arguments for the speculator; the defaults for a request that gives none.
-        scope: requests of other scopes have another cache salt or adapter: what is learnt from
+        scope: requests of other scopes have another cache salt or adapter: data learned from
             one must not show in the drafts of another.
         seed: its seed, mixed with the index of its completion, as `SamplingRows.seeds` has it: with
             it and the output position, `LogitsOps.draw` has the noise that the request's own
             tokens are drawn with.
-        state: what `start` returned.
+        state: result of `start`.
         limit: most drafts of it, now.
         hidden: hidden states [tokens, hidden_size] of the tokens just before the newest one, in
-            their order: the last row is that of the token before it, the first that of position
+            their order: the last row belongs to the token before it, the first to position
             `len(prompt_token_ids) + len(output_token_ids) - 1 - len(hidden)`. At least one; at most
-            those that were computed since the request got a token before. Those of a cached prefix
-            are not among them, after a preemption tokens may be that were shown before, and what
-            comes with a step without `propose` is not shown again. None unless `needs_hidden`.
+            the ones computed since the previous token of the request. Hidden states of a cached
+            prefix are missing; after a preemption some may be repeated; the ones of a step
+            without `propose` are not repeated. None unless `needs_hidden`.
     """
 
     request_id: str
@@ -109,18 +109,18 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
         return ids_after_embeddings(self.prompt_token_ids)
 
 
-def _drafts(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[list[int]]:  # noqa: ARG001
-    requests = given[0]
+def _drafts(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> list[list[int]]:  # noqa: ARG001
+    requests = originals[0]
     try:
-        found = [[index(token) for token in islice(tokens, LONG)] for tokens in value]
+        drafts = [[index(token) for token in islice(tokens, LONG)] for tokens in value]
     except BaseException as error:
         raise unusable(value, ", expected token ids for each request") from error
-    if len(found) != len(requests):
+    if len(drafts) != len(requests):
         raise unusable(value, f", expected token ids for each of {len(requests)} requests")
-    for request, tokens in zip(requests, found, strict=True):
+    for request, tokens in zip(requests, drafts, strict=True):
         if len(tokens) > request.limit:
             raise unusable(tokens, f", expected at most {request.limit} drafts of a request")
-    return found
+    return drafts
 
 
 DRAFTS = Returned("token ids for each request, at most its `limit`", _drafts)
@@ -136,8 +136,8 @@ class Speculator(ComponentWithArguments):
     Attributes:
         needs_hidden: whether it reads `DraftRequest.hidden`.
         is_quick: whether a draft takes far less time than a step. Then it also drafts for requests
-            whose drafts do not pay, so that the engine notices when they would; these drafts are
-            not verified.
+            with drafts that do not pay, so that the engine notices when they would; these drafts
+            are not verified.
     """
 
     needs_hidden: ClassVar[bool] = False
@@ -162,8 +162,8 @@ class Speculator(ComponentWithArguments):
         one. They may depend on anything but on requests of another scope.
 
         Args:
-            requests: those that got a token in this step, and go on.
-            budget: most drafts of all of them together; the engine drops those of the last
+            requests: requests that got a token in this step, and go on.
+            budget: maximum drafts of all of them together; the engine drops drafts of the last
                 requests beyond it.
 
         Returns:
@@ -176,7 +176,7 @@ class Speculator(ComponentWithArguments):
 
         Args:
             request: its output has the accepted drafts, and one more token.
-            drafts: what was verified.
+            drafts: the verified drafts.
             accepted: how many of the first of them were accepted.
         """
 
@@ -195,4 +195,4 @@ class Speculator(ComponentWithArguments):
         """Release memory, see `Worker.sleep`; level 2 is followed by `close`."""
 
     def wake_up(self) -> None:
-        """Allocate again what `sleep` released."""
+        """Allocate the memory that `sleep` released."""

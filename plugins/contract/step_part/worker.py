@@ -22,7 +22,7 @@ __all__ = ["WorkerHalfContext"]
 
 
 class StepModel(Protocol):
-    """A worker's model, whose results are checked.
+    """A worker's model with checks of its results.
 
     Attributes:
         source: names it in messages.
@@ -75,17 +75,17 @@ class PreparedModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """The model of a worker, with what computes it.
+    """The model of a worker, with its operations and attention.
 
     Attributes:
-        model: model whose weights are loaded.
+        model: model with loaded weights.
         ops: operations of its layers.
         ops_source: names them in messages.
         attention_source: names the attention of its layers in messages.
         pads: whether it runs steps with padding, see `AttentionBackend.pads`.
         num_groups: number of KV cache groups of the layers.
-        unreplayable: those of operations, model and attention whose own classes do not state
-            `replayable`: what they do must not be recorded.
+        unreplayable: operations, model or attention with classes that do not declare
+            `replayable`: their calls must not be recorded.
         max_model_len: tokens of a request, at most.
         decode_bytes: returns the bytes that a step of so many sequences with one token each needs
             at once, of the maximum length; measured on a GPU, 0 elsewhere.
@@ -133,8 +133,8 @@ class SequenceModel(Protocol):
 
         Args:
             token_ids: new tokens, by the name of the sequence.
-            all_rows: whether to return the logits after each token, [tokens, vocab]: those of a
-                sequence after those of the one before it in `token_ids`.
+            all_rows: whether to return the logits after each token, [tokens, vocab], sequence by
+                sequence in the order of `token_ids`.
 
         Raises:
             ValueError: no tokens for a sequence, or more than there is room for.
@@ -176,17 +176,17 @@ class ModelOpener(Protocol):
         vocab_size: int | None = None,
         same_tokens: bool = False,
     ) -> SequenceModel:
-        """Return a loaded model, which the caller closes. Settings are those of the engine's model.
+        """Return a loaded model, which the caller closes, with the settings of the engine's model.
 
         Args:
             model: as `EngineConfig.model`; or `MAIN_MODEL` of the context, the engine's own model,
-                whose weights are used and not loaded again. Its sequences have a KV cache of their
-                own, whose `cache_bytes` are to be stated as `memory`. When weights change, cut all
+                with shared weights. Its sequences have a KV cache of their
+                own; state its `cache_bytes` as `memory`. When weights change, cut all
                 sequences.
             num_tokens: tokens of all sequences together, for which its KV cache has room.
             vocab_size: required size of its vocabulary; None takes any.
-            same_tokens: whether its token ids have to stand for the same texts as those of the
-                engine's model. Where one of them has no tokenizer, they are not compared.
+            same_tokens: whether its token ids have to stand for the same texts as the token ids of
+                the engine's model. Where one of them has no tokenizer, they are not compared.
 
         Raises:
             ModelError: it cannot be loaded, has another vocabulary or tokenizer, or does not fit;

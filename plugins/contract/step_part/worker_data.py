@@ -22,7 +22,7 @@ class KVBlocks:
     """The KV cache of a rank, as a step part sees it that moves blocks.
 
     Attributes:
-        identity: what the bytes of its blocks depend on, besides tokens.
+        identity: inputs of the bytes of its blocks, besides tokens.
         layers: per layer of this rank, views of its memory, uint8 [num_blocks, bytes], which
             together are all bytes of each block: of keys and values, and of `block_memory`.
     """
@@ -36,7 +36,7 @@ class AllocatedCache:
     """The KV cache of a worker.
 
     Attributes:
-        attend: plans a step over this cache, whose layouts it gets by group; returns its attention.
+        attend: plans a step over this cache by the layouts of its groups; returns its attention.
         max_model_len: tokens of a sequence, at most.
         block_size: tokens per block.
         num_groups: KV cache groups.

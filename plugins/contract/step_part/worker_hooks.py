@@ -4,8 +4,8 @@ The half of a part in a worker is an object of any class with the members of the
 needs; see `engine_hooks`. Any half may also have `close()`, which releases its resources and is
 called once.
 
-The hooks of a step are called if the engine's half gave data for it, `PlanData.begin`: those of
-`WorkerStep`, `HiddenStates` and `ModelLogits`, and those in the layers of the model. They get the
+The hooks of a step are called if the engine's half gave data for it, `PlanData.begin`: hooks of
+`WorkerStep`, `HiddenStates` and `ModelLogits`, and hooks in the layers of the model. They get the
 rows of the requests that use the part, and no others. The other hooks need no half in the engine.
 """
 
@@ -49,7 +49,7 @@ class WorkerStep(Protocol):
     """Takes the data of the engine's half for a step, and reports to it.
 
     Attributes:
-        only_users: whether `finished` is called for requests that use the part alone, those of
+        only_users: whether `finished` is called only for requests that use the part, i.e. of
             plans with data of the engine's half.
     """
 
@@ -68,7 +68,7 @@ class WorkerStep(Protocol):
         runs. After a fault of a processor, they follow again; the last time counts.
 
         Args:
-            stage: what ran last.
+            stage: the last stage.
             logits: float32 [rows, vocab_size]; a copy, which the half may keep.
             requests: request of each row, or its view after a draft.
         """
@@ -77,14 +77,14 @@ class WorkerStep(Protocol):
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Read the tokens of the step by request, before `report`, in the rank that samples.
 
-        Those of requests that use the part: accepted drafts, then one more token.
+        Tokens of requests that use the part: accepted drafts, then one more token.
         """
         return None
 
     def report(self) -> bytes | None:
         """Return a report of the step for the engine's half.
 
-        Of a part that moves blocks, each rank's report reaches it; else that of the rank that
+        If a part moves blocks, each rank's report reaches it; else the report of the rank that
         samples.
         """
         return None
@@ -174,18 +174,18 @@ class LinearProducts(Protocol):
     ) -> torch.Tensor | None:
         """Return a changed product of a linear layer; None leaves it. See `LayerHooks.linear`.
 
-        The keys and values that follow depend on it, as on those of `embedded`.
+        The keys and values that follow depend on it, as on the result of `embedded`.
 
         Args:
             parts: the stacked checkpoint matrices: name without `.weight`, rows of this rank.
             x: [tokens, columns].
             y: [tokens, rows of all parts].
-            rows: whose tokens these are.
+            rows: the requests of these tokens.
         """
 
 
 class ResidualStream(Protocol):
-    """Reads or changes what attention and MLP of each layer add to the residual stream.
+    """Reads or changes the outputs of attention and MLP of each layer in the residual stream.
 
     Attributes:
         layers: decoder layers for which `added` is called in this step, by their indices in the
@@ -205,16 +205,16 @@ class ResidualStream(Protocol):
         delta: torch.Tensor,
         rows: StepRows,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return a changed residual stream, and what is added to it; None leaves both.
+        """Return a changed residual stream and a changed layer output; None leaves both.
 
         See `LayerHooks.added`. The keys and values that follow depend on it, as on `embedded`.
 
         Args:
             layer: its index in the model.
-            branch: what gave `delta`.
+            branch: source of `delta`.
             residual: [tokens, hidden_size]; not to be changed in place.
             delta: the same.
-            rows: whose tokens these are.
+            rows: the requests of these tokens.
         """
 
 
@@ -232,7 +232,7 @@ class LayerWrapper(Protocol):
         """Return a function that is called instead of `attend` for each layer of the step."""
 
     def after_layers(self) -> None:
-        """Complete what the calls of `around_layers` began; called after the last layer."""
+        """Complete the calls of `around_layers`; called after the last layer."""
         return None
 
 
@@ -242,7 +242,7 @@ class ForwardWrapper(Protocol):
     Attributes:
         packs: whether `ForwardStep.packed` is needed.
         changes_inputs: whether its function changes the inputs of a step. It is then around the
-            functions of halves that do not, such as those that repeat recorded steps.
+            functions of halves that do not, such as functions that repeat recorded steps.
     """
 
     packs: ClassVar[bool] = False
@@ -253,7 +253,7 @@ class ForwardWrapper(Protocol):
         """Return a function that is called instead of `forward` in each step.
 
         Called once, when the model is loaded. `forward` has the functions of the parts before this
-        one in it; a function that gives hidden states without it leaves those out. An exception
+        one in it; a function that returns hidden states without calling it skips them. An exception
         of the function ends the step as one of the model does.
         """
 
@@ -274,7 +274,7 @@ class WorkerMemory(Protocol):
 
     @abstractmethod
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes that the half is going to allocate, by what they are for.
+        """Return the bytes that the half is going to allocate, by purpose.
 
         Called once, before the KV cache is sized, which leaves them free.
         """
@@ -284,7 +284,7 @@ class WorkerMemory(Protocol):
         return None
 
     def wake_up(self) -> None:
-        """Allocate again what `sleep` released."""
+        """Allocate the memory that `sleep` released."""
         return None
 
 
@@ -297,13 +297,13 @@ class CacheObserver(Protocol):
 
     @abstractmethod
     def cache_released(self) -> None:
-        """Forget the KV cache, whose memory is to be released."""
+        """Drop all references to the KV cache before its memory is released."""
 
     def block_memory(self) -> Sequence[torch.Tensor]:
         """Return the memory of the half that belongs to blocks, to be moved with them.
 
         Called after `cache_allocated`, if a part moves blocks. The identity of the blocks differs
-        from that of blocks without it.
+        from the identity of blocks without it.
 
         Returns:
             Per layer of this rank, uint8 [num_blocks, bytes].
@@ -332,7 +332,7 @@ class BlockAccess(Protocol):
 
     @abstractmethod
     def release_blocks(self) -> None:
-        """Release the KV cache, whose memory is released by a sleep."""
+        """Release the KV cache because a sleep releases its memory."""
 
     @abstractmethod
     def take_blocks(self, blocks: KVBlocks) -> None:

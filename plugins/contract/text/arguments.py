@@ -46,12 +46,12 @@ class NoArguments(typed.Arguments):
 
 
 class ComponentWithArguments(Component):
-    """Base of the interfaces whose components take arguments of each request.
+    """Base of the interfaces of components with arguments per request.
 
     They are a class `Arguments` in its body, derived from `hardpoint.plugins.Arguments`. A caller
     gives them under `plugin_args[name]`, or `plugin_args["kind/name"]`. They are checked
-    by the class's `Arguments`, then `prepare` may add to them what it finds out itself. A class
-    that does so declares the type of the result as `Prepared`, derived from its `Arguments`: a
+    by the class's `Arguments`, then `prepare` may add derived values. A class
+    with `prepare` declares the type of the result as `Prepared`, derived from its `Arguments`: a
     caller cannot set the fields that only `Prepared` has. A class without `Prepared` returns its
     `Arguments`.
 
@@ -75,7 +75,7 @@ class ComponentWithArguments(Component):
             `Prepared`.
 
         Raises:
-            ValueError: refuses the request; the user gets the message after the path of the
+            ValueError: rejects the request; the user gets the message after the path of the
                 arguments. A RequestError is passed on unchanged.
         """
         return arguments
@@ -90,7 +90,7 @@ def argument_column(arguments: Sequence[Any], name: str, device: torch.device) -
 
     from hardpoint.plugins.process.device import to_device  # noqa: PLC0415 - which loads it
 
-    values = [getattr(own, name) for own in arguments]
+    values = [getattr(row_arguments, name) for row_arguments in arguments]
     is_integral = all(isinstance(value, int) for value in values)
     dtype = torch.int64 if is_integral else torch.float32
     return to_device(values, device, dtype).unsqueeze(1)

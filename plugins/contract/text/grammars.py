@@ -38,14 +38,14 @@ class GrammarContext(Context["GrammarBackend"]):
 class GrammarState(Protocol):
     """A position in the text of one grammar.
 
-    It is used by one thread at a time, which need not be the one that compiled the grammar.
+    It is used by one thread at a time, possibly another one than the compiling thread.
     """
 
     def fill_bitmask(self, row: np.ndarray) -> bool:
         """Set the bits of the tokens that may come next; return whether the text may end here.
 
         A token may come if its bytes may, however the text is cut into tokens. No special token
-        may, unless the description names it: where the text may end, the engine allows those that
+        may, unless the description names it: where the text may end, the engine allows tokens that
         end the request.
 
         Args:
@@ -97,7 +97,7 @@ class GrammarBackend(Component):
 
         Raises:
             ValueError: it cannot be compiled; the message becomes the request's error. It names
-                what is wrong, such as the keywords of a schema that are not supported.
+                the mistake, such as the keywords of a schema that are not supported.
         """
 
     @classmethod
@@ -107,8 +107,8 @@ class GrammarBackend(Component):
 
         It becomes `CompletionOutput.validation_error`. The frontend calls it, once per answer,
         while the outputs of other requests wait: limit its time, since a schema may be hostile.
-        What it raises is reported there too, and ends nothing. Where a backend has none, the answer
-        is validated by that of the default backend.
+        Its exceptions are reported there too, and end nothing. Without it, the answer
+        is validated by the default backend.
 
         Args:
             structured: constraint of the request; `json` is given, as a schema.

@@ -1,4 +1,4 @@
-"""IO processors: make prompts of other inputs, and other outputs of what the model makes."""
+"""IO processors: convert inputs of other kinds to prompts, and model outputs to results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class IOProcessorContext(Context["IOProcessor"]):
     tokenizer: Callable[[], Tokenizer]
 
 
-def _prompts(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[Any]:  # noqa: ARG001
+def _prompts(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> list[Any]:  # noqa: ARG001
     expected = "expected a pair of a prompt and its PoolingParams or SamplingParams"
     if not isinstance(value, list | tuple):
         raise unusable(value, ", expected a list of pairs of a prompt and its parameters", LONG)
@@ -59,7 +59,7 @@ def _plain(value: Any) -> Any:
     raise NotImplementedError(f"a {type(value).__name__} is no plain data, struct or array")
 
 
-def _as_json(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> bytes:  # noqa: ARG001
+def _as_json(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> bytes:  # noqa: ARG001
     try:
         encoded = msgspec.json.encode(value, enc_hook=_plain)
         if b"null" in encoded:  # which numbers that JSON does not have become, too
@@ -75,11 +75,11 @@ JSON = Returned("plain data, structs or arrays, of finite numbers", _as_json)
 
 
 class IOProcessor(Component):
-    """Makes prompts of an input of another kind, and an output of what the model makes of them.
+    """Converts an input of another kind to prompts, and their outputs to a result.
 
     A call is `parse_request`, `pre_process`, the requests to the engine, `post_process`, and for an
     answer over HTTP `output_to_response`. One thread at a time calls a processor, and none that
-    others wait for. Calls overlap: what belongs to one is in its request, not in the processor.
+    others wait for. Calls overlap: keep the state of a call in its request, not in the processor.
 
     An error of these methods ends the call and nothing else. Only a RequestError is the client's.
 
@@ -107,10 +107,10 @@ class IOProcessor(Component):
         """Check an input; return the processor's own request.
 
         Args:
-            data: any object in a program; from HTTP, what JSON has. It must not be changed.
+            data: any object in a program; from HTTP, a JSON value. It must not be changed.
 
         Raises:
-            RequestError: it is wrong; begins with the path of what is, such as `data.rows[3]`.
+            RequestError: it is wrong; begins with the path of the mistake, such as `data.rows[3]`.
         """
         assert self.Request is not None
         return typed.convert(data, self.Request, path="data", error=RequestError, str_keys=True)
@@ -120,23 +120,23 @@ class IOProcessor(Component):
     def pre_process(self, request: Any) -> Sequence[tuple[Prompt, PoolingParams | SamplingParams]]:
         """Return the prompts of a request, each with its parameters; there may be none.
 
-        A prompt is text, token ids or a mapping, as `LLM.generate` takes it. One that the engine
-        refuses ends the call with its error.
+        A prompt is text, token ids or a mapping, as `LLM.generate` takes it. A prompt that the
+        engine rejects ends the call with its error.
 
         Args:
-            request: what `parse_request` returned.
+            request: result of `parse_request`.
 
         Raises:
-            RequestError: no prompts can be made of it; begins with the path of what is wrong.
+            RequestError: no prompts can be made of it; begins with the path of the mistake.
         """
 
     @returns(ANYTHING)
     @abstractmethod
     def post_process(self, request: Any, outputs: Sequence[Any]) -> Any:
-        """Return the output of a request, given those of its prompts.
+        """Return the output of a request, made from the outputs of its prompts.
 
         Args:
-            request: what `parse_request` returned.
+            request: result of `parse_request`.
             outputs: `PoolingRequestOutput` or `RequestOutput`, in the order of the prompts; each is
                 finished. They must not be changed.
         """
@@ -146,6 +146,6 @@ class IOProcessor(Component):
         """Return an output as it is sent over HTTP; by default as it is.
 
         Args:
-            output: what `post_process` returned.
+            output: result of `post_process`.
         """
         return output

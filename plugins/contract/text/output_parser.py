@@ -46,7 +46,7 @@ __all__ = [
 
 
 Role = Literal["reasoning", "tools"]
-"""What a parser may find: reasoning, or tool calls."""
+"""Role of a parser: it finds reasoning, or tool calls."""
 
 
 class ReasoningText(NamedTuple):
@@ -103,16 +103,16 @@ OutputEvent = (
     | MalformedText
     | Finish
 )
-"""What an output consists of, in order. A `Finish` ends the request; see `ends_requests`."""
+"""The parts of an output, in order. A `Finish` ends the request; see `ends_requests`."""
 
 
-def _events(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Sequence[OutputEvent]:  # noqa: ARG001
+def _events(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Sequence[OutputEvent]:  # noqa: ARG001
     if not isinstance(value, list | tuple):
         raise unusable(value, ", expected a list of events", LONG)
     return value
 
 
-def _flag(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> bool:  # noqa: ARG001
+def _flag(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> bool:  # noqa: ARG001
     return bool(value)
 
 
@@ -141,21 +141,21 @@ class OutputState(Protocol):
 
         Args:
             token_id: id of the token.
-            text: text of the token, as far as outputs show it. A token that is no marker is text
+            text: text of the token, as far as outputs show it. A token that is not a marker is text
                 as any other.
         """
 
     @returns(EVENTS)
     def finish(self) -> Sequence[OutputEvent]:
-        """End the output: what waited for more text is what it is."""
+        """End the output, and return the events of its pending text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParserRequest:
-    """A request whose output is to be parsed.
+    """A request for a parsed output.
 
     Attributes:
-        roles: what is to be found; the text of anything else is content.
+        roles: parts to find; the text of anything else is content.
         reasoning_open: whether the output begins inside reasoning, by the markers and the prompt.
         tools: JSON schemas of arguments, by the name of the tool; a parser of reasoning gets them,
             too: without any, no call ends the reasoning.
@@ -179,19 +179,19 @@ class OutputParserContext(Context["OutputParser"]):
     arguments: Any = None
 
 
-def _markers(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> ReasoningMarkers:
+def _markers(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> ReasoningMarkers:
     if not isinstance(value, ReasoningMarkers):
         raise unusable(value, ", expected ReasoningMarkers", LONG)
 
     def ids(of: Any) -> tuple[int, ...]:
-        return tuple(TOKEN_IDS.check(of, handed, given))
+        return tuple(TOKEN_IDS.check(of, args, originals))
 
     def sequences(of: Any) -> tuple[tuple[int, ...], ...]:
         try:
-            found = list(of)
+            items = list(of)
         except TypeError:
             raise unusable(of, ", expected sequences of token ids", LONG) from None
-        return tuple(map(ids, found))
+        return tuple(map(ids, items))
 
     return ReasoningMarkers(
         start=sequences(value.start),
@@ -205,11 +205,11 @@ def _markers(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Reasoni
     )
 
 
-def _token_ids(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> frozenset[int]:
-    return frozenset(TOKEN_IDS.check(value, handed, given))
+def _token_ids(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> frozenset[int]:
+    return frozenset(TOKEN_IDS.check(value, args, originals))
 
 
-def _format(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Format:  # noqa: ARG001
+def _format(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Format:  # noqa: ARG001
     try:
         return typed.convert(
             StructuralTag(format=value), StructuralTag, path="StructuralTag"
@@ -218,7 +218,7 @@ def _format(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Format: 
         raise UnusableError(f"returned no Format: {wrong}") from None
 
 
-def _state(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> OutputState:  # noqa: ARG001
+def _state(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> OutputState:  # noqa: ARG001
     _ = value.feed, value.feed_token, value.finish
     return value  # type: ignore[no-any-return]
 
@@ -237,7 +237,7 @@ class OutputParser(ComponentWithArguments):
     `FormatParser` makes one of a table of the format's markers.
 
     Attributes:
-        roles: what it finds. It can be enabled under the kind of each: `reasoning_parsers`,
+        roles: parts that it finds. It can be enabled under the kind of each: `reasoning_parsers`,
             `tool_parsers`. Where two parsers are enabled, the content that the reasoning parser
             finds is parsed for tools.
         template_marks: texts that the chat templates of its models have, all of them: where the
@@ -262,8 +262,8 @@ class OutputParser(ComponentWithArguments):
     def __init__(self, context: OutputParserContext) -> None:
         """Store the context; `self.arguments` is its field, too, or the defaults."""
         super().__init__(context)
-        given = context.arguments
-        self.arguments: Any = prepared_type(type(self))() if given is None else given
+        arguments = context.arguments
+        self.arguments: Any = prepared_type(type(self))() if arguments is None else arguments
 
     @returns(MARKERS, refuses=_NOUN, once=True)
     def markers(self) -> ReasoningMarkers:
@@ -291,7 +291,7 @@ class OutputParser(ComponentWithArguments):
         """Return the format of an answer with calls of tools, for a grammar.
 
         It begins where the answer does, after `markers().message_prefix`. Every text of it is
-        parsed to calls whose arguments fit their schemas, and to content.
+        parsed to calls with arguments that fit their schemas, and to content.
 
         Args:
             tools: JSON schemas of arguments, by the name of the tool; at least one.
@@ -317,7 +317,7 @@ class OutputParser(ComponentWithArguments):
 
 
 def join_events(events: Sequence[OutputEvent]) -> list[OutputEvent]:
-    """Return events with neighbouring texts of the same kind joined, and empty ones left out."""
+    """Return events with neighboring texts of the same kind joined, and empty ones left out."""
     joined: list[OutputEvent] = []
     for event in events:
         if isinstance(event, ReasoningText | ContentText | ToolCallArguments):
@@ -341,8 +341,8 @@ class RequestedCalls:
 
     Attributes:
         tools: JSON schemas of arguments, by the name of the tool.
-        required: names of the tools, one of which has to be called; None requires no call.
-        strict: names of the tools whose arguments have to fit their schemas.
+        required: names of tools; at least one has to be called. None requires no call.
+        strict: names of the tools with arguments that have to fit their schemas.
         parallel: whether there may be several calls.
     """
 
@@ -359,8 +359,8 @@ class ToolCalls:
     Attributes:
         parser: finds the calls in the output, and has the format that they are written in.
         tools: JSON schemas of arguments, by the name of the tool.
-        required: names of the tools, one of which has to be called; None requires no call.
-        strict: names of the tools whose arguments have to fit their schemas.
+        required: names of tools; at least one has to be called. None requires no call.
+        strict: names of the tools with arguments that have to fit their schemas.
         parallel: whether there may be several calls.
         prefix: returns the text between the end of the reasoning and the answer.
         markers: returns the markers of the reasoning; a parser is asked, which may fail.
@@ -402,7 +402,7 @@ class OutputReader:
         """Observe an output of the engine, before `complete`."""
 
     def mark(self, token_id: int, piece: str, end: int) -> None:
-        """Observe a token of `special`, before the `complete` whose text has it.
+        """Observe a token of `special`, before the `complete` with the text that has it.
 
         Args:
             token_id: the token.
@@ -414,7 +414,7 @@ class OutputReader:
         """Set fields of an output, such as `reasoning`, `content` and `tool_calls`.
 
         Args:
-            completion: has the text so far, or of deltas what is new.
+            completion: has the text so far, or the new text of a delta.
             finished: whether its text is complete. May be called again with it.
         """
 
@@ -439,7 +439,7 @@ class OutputFormat:
         """The tokens that enclose reasoning; None if outputs have no reasoning.
 
         Raises:
-            RequestError: they cannot be found; the request is refused.
+            RequestError: they cannot be found; the request is rejected.
         """
         return None
 

@@ -48,7 +48,7 @@ class EncodedPair:
     Attributes:
         token_ids: ids of the tokens of both texts, and of the special tokens around them.
         first: positions of the tokens of the first text, one after the other.
-        second: those of the second text, which follow.
+        second: positions of the second text, which follow.
         second_type_start: position of the first token of type 1 (`token_type_ids`); all tokens from
             there on have it. The number of tokens, if none does.
     """
@@ -68,7 +68,7 @@ class EncodedPair:
         return self
 
     def cut(self, limit: int) -> EncodedPair:
-        """Return at most so many tokens: ends are cut off, first that of the longer text.
+        """Return at most so many tokens; the longer text is truncated first.
 
         It is the cut of transformers for `truncation="longest_first"`.
 
@@ -109,7 +109,7 @@ class DecodeStream(Protocol):
         """Add a token of the model's vocabulary; return the text that is final now, or None."""
 
 
-def _special_tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> dict[str, int]:  # noqa: ARG001
+def _special_tokens(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> dict[str, int]:  # noqa: ARG001
     tokens = dict(value)
     for text, token in tokens.items():
         if not isinstance(text, str) or type(token) is not int:
@@ -117,7 +117,7 @@ def _special_tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> 
     return tokens
 
 
-def _texts_by_name(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> dict[str, str]:  # noqa: ARG001
+def _texts_by_name(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> dict[str, str]:  # noqa: ARG001
     texts = dict(value)
     for name, text in texts.items():
         if not (isinstance(name, str) and isinstance(text, str)):
@@ -125,12 +125,12 @@ def _texts_by_name(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> d
     return texts
 
 
-def _end_tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[int]:
+def _end_tokens(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> list[int]:
     # A tokenizer may know more special tokens than the model.
-    return within(TOKEN_IDS.check(value, handed, given), 1 << 31)
+    return within(TOKEN_IDS.check(value, args, originals), 1 << 31)
 
 
-def _vocabulary(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Vocabulary:
+def _vocabulary(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> Vocabulary:
     if not isinstance(value, Vocabulary):
         raise unusable(value, ", expected a Vocabulary", LONG)
     tokens, expected = value.tokens, "expected a tuple of bytes"
@@ -139,34 +139,34 @@ def _vocabulary(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Voca
     for token in tokens:
         if type(token) is not bytes:
             raise UnusableError(f"returned the token {shown(token)}, {expected}")
-    special = within(TOKEN_IDS.check(value.special, handed, given), len(tokens))
+    special = within(TOKEN_IDS.check(value.special, args, originals), len(tokens))
     return Vocabulary(tokens=tokens, special=tuple(sorted(set(special))))
 
 
-def _pair(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> EncodedPair:
+def _pair(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> EncodedPair:
     if not isinstance(value, EncodedPair):
         raise unusable(value, ", expected an EncodedPair", LONG)
-    ids = TOKEN_IDS.check(value.token_ids, handed, given)
+    ids = TOKEN_IDS.check(value.token_ids, args, originals)
     first, second, types = value.first, value.second, value.second_type_start
     places = [first.start, first.stop, second.start, second.stop]
     if [0, *places, len(ids)] != sorted([0, *places, len(ids)]) or first.step * second.step != 1:
-        raise unusable(value, ", whose texts do not follow one another", LONG)
+        raise unusable(value, ", with texts that overlap or are out of order", LONG)
     if type(types) is not int or not 0 <= types <= len(ids):
-        raise unusable(value, ", whose second_type_start is no position", LONG)
+        raise unusable(value, ", with a second_type_start outside of the tokens", LONG)
     return EncodedPair(ids, first, second, types)
 
 
 END_TOKENS = Returned("token ids", _end_tokens)
 TEXTS_BY_NAME = Returned("texts by their names", _texts_by_name)
 SPECIAL_TOKENS = Returned("token ids by their texts", _special_tokens)
-PAIR = Returned("an `EncodedPair`, whose texts follow one another", _pair)
+PAIR = Returned("an `EncodedPair` with consecutive texts", _pair)
 VOCABULARY = Returned("a `Vocabulary`: bytes, and ids of some of them", _vocabulary)
 
 
 class Tokenizer(Component):
     """Converts text to token ids and back, and applies the chat template, in the frontend.
 
-    Token ids are those of the model's vocabulary. If a method raises, or returns something else,
+    Token ids are from the model's vocabulary. If a method raises, or returns something else,
     the request for which it was called ends with an error that names the tokenizer. The properties
     are read when the engine starts.
     """
@@ -181,7 +181,7 @@ class Tokenizer(Component):
         Raises:
             NotImplementedError: the tokenizer does not know it.
         """
-        raise NotImplementedError(f"the tokenizer {self.name!r} does not say its vocab_size")
+        raise NotImplementedError(f"the tokenizer {self.name!r} has no vocab_size")
 
     @property
     @returns(SPECIAL_TOKENS)
@@ -196,11 +196,12 @@ class Tokenizer(Component):
     def vocabulary(self) -> Vocabulary:
         """Return the bytes of each token, for grammars; called once, if any backend is enabled.
 
-        The tokens of `encode(text)` joined are the text's bytes, but for what the tokenizer adds
-        or changes itself, such as a space at the beginning.
+        The tokens of `encode(text)` joined are the text's bytes, except for additions or changes of
+        the tokenizer itself, such as a space at the beginning.
 
         Raises:
-            NotImplementedError: the tokenizer does not know it; requests with grammars are refused.
+            NotImplementedError: the tokenizer does not know it; requests with grammars are
+                rejected.
         """
         raise NotImplementedError(f"the tokenizer {self.name!r} has no vocabulary()")
 
@@ -213,7 +214,7 @@ class Tokenizer(Component):
     @property
     @returns(TEXTS_BY_NAME)
     def chat_templates(self) -> Mapping[str, str]:
-        """The sources of all chat templates by name, of which requests may choose one.
+        """The sources of all chat templates by name; a request may choose one.
 
         By default there is `chat_template` alone, as `default`.
         """
@@ -240,11 +241,11 @@ class Tokenizer(Component):
     def encode_pair(self, first: str, second: str) -> EncodedPair:
         """Return the tokens of two texts that a model reads together; may be left out.
 
-        Called as `encode` is. The tokens of each text are those that it has alone.
+        Called like `encode`. The tokens of each text are the same as for the text alone.
 
         Raises:
             RequestError: a text cannot be encoded.
-            NotImplementedError: the tokenizer takes no pairs, which are refused then.
+            NotImplementedError: the tokenizer takes no pairs, which are rejected then.
         """
         raise NotImplementedError(f"the tokenizer {self.name!r} has no encode_pair()")
 
@@ -292,5 +293,5 @@ class Tokenizer(Component):
             variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
+            RequestError: the model has no chat template, or the template rejects the messages.
         """

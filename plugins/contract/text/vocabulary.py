@@ -14,8 +14,8 @@ class Vocabulary(msgspec.Struct, frozen=True, dict=True):
     """The bytes of each token.
 
     Attributes:
-        tokens: by id; what a token adds to the text as UTF-8, of which it may be a part. Empty
-            bytes for an id that adds none, which no grammar allows.
+        tokens: by id; UTF-8 bytes that a token adds to the text, possibly a part of a character.
+            Empty bytes for an id that adds none, which no grammar allows.
         special: ids of special tokens, in order. Grammars never take one for its text, which
             `tokens` has nevertheless.
     """

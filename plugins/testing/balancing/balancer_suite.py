@@ -37,7 +37,7 @@ STARVES = Rule(
 )
 PINS = Rule(
     "pins: requests with one prefix leave no engine with more than twice its share of the load",
-    "weigh what is saved by a cached prefix against in_flight and pending_prompt_tokens",
+    "weigh the tokens of a cached prefix against in_flight and pending_prompt_tokens",
 )
 STALE = Rule(
     "stale: while statistics do not change, no engine gets more than twice its share, and 16",
@@ -56,7 +56,7 @@ REPEATABLE = Rule(
     "draw from a generator of the instance with a seed, not from random, time or hash()",
 )
 INSTANCES = Rule(
-    "instances: what one balancer chooses does not depend on another",
+    "instances: the choices of one balancer do not depend on another",
     "keep state in self, not in the class or the module",
 )
 
@@ -106,7 +106,7 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
         yield InUse(balancer, use)
 
     def test_index(self) -> None:
-        """Any requests, to any engines with any load: what it returns is an index of them."""
+        """For any requests and engines with any load, it returns an index of the engines."""
 
         def check(ranks: list[int], steps: list[tuple[int, int, int | None]]) -> None:
             engines, balancer = ScriptedEngines(ranks), self._make(len(ranks))
@@ -134,19 +134,19 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
         engines, balancer = ScriptedEngines(), self._make()
         for number in range(8):
             request = self._request(f"r{number}", f"u{number % 3}", range(40), f"s{number % 3}")
-            given, before = list(engines.views), snapshot(request)
-            states = [_state(engine) for engine in given]
-            place = self._choose(balancer, given, request)
+            views, before = list(engines.views), snapshot(request)
+            states = [_state(engine) for engine in views]
+            place = self._choose(balancer, views, request)
             if snapshot(request) != before:
                 raise READS_ONLY.violation("choose changed the request")
-            if given != engines.views:
+            if views != engines.views:
                 raise READS_ONLY.violation("choose changed the sequence of engines")
-            for engine, state in zip(given, states, strict=True):
+            for engine, state in zip(views, states, strict=True):
                 if _state(engine) != state:
                     raise READS_ONLY.violation(
                         f"choose changed engine {engine.rank}: {_state(engine)}, before {state}"
                     )
-            engines.send(request, given[place].rank)
+            engines.send(request, views[place].rank)
 
     @checks(STARVES)
     def test_starves(self) -> None:
@@ -225,7 +225,7 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
 
     @checks(CHANGES)
     def test_changes(self) -> None:
-        """An engine goes, then others come, before those that there are and after them."""
+        """Engines are removed and added, at any position of the list."""
         engines, balancer = ScriptedEngines([1, 2, 3, 4]), self._make()
         self._stream(balancer, engines, 32)
         engines.lose(2)
@@ -245,11 +245,11 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
 
     @checks(INSTANCES)
     def test_instances(self) -> None:
-        """An instance chooses the same next to another one that is asked between its calls."""
+        """Two instances with interleaved calls choose the same engines."""
         alone = list(self._played(self._make()))
-        one, other = self._played(self._make()), self._played(self._make(), 3)
+        first, other = self._played(self._make()), self._played(self._make(), 3)
         together = []
-        for rank in one:
+        for rank in first:
             together.append(rank)
             next(other, None)
         if alone != together:
@@ -259,7 +259,7 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
     def test_memory(self) -> None:
         """Nothing grows with the number of requests, of users and of sessions."""
         engines, balancer = ScriptedEngines(), self._make()
-        fix = "bound what you remember by an option, and give the suite a small one in `options`"
+        fix = "bound the memory of past requests by an option; set it low in the suite's `options`"
         for wave in without_growth(balancer, 60, "the balancer: while 240 requests ended", fix):
             for number in range(4 * wave, 4 * wave + 4):
                 prompt, name = _prompt(number), f"{number}"
@@ -282,11 +282,11 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
             engines.send(request, number % count)
         for engine in engines.views[::2]:
             engine.in_flight += 1
-        asked = requests[:8]
+        cycle = requests[:8]
 
         def work() -> None:
             for number in range(_IN_TURN):
-                balancer.choose(asked[number % len(asked)], engines.views)
+                balancer.choose(cycle[number % len(cycle)], engines.views)
 
         cost = cpu_cost(work, budget * _IN_TURN / 1e6) * 1e6 / _IN_TURN
         if cost > budget:
@@ -308,8 +308,8 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
         request: EngineCoreRequest,
     ) -> int:
         chosen = balancer.choose(request, views)
-        given = (request.request_id, [engine.rank for engine in views])
-        place: int = declared_result(INDEX, LoadBalancer, "choose", chosen, given)
+        call_args = (request.request_id, [engine.rank for engine in views])
+        place: int = declared_result(INDEX, LoadBalancer, "choose", chosen, call_args)
         return place
 
     def _send(
@@ -326,7 +326,7 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
         return engines.send(request, engines.views[place].rank)
 
     def _stream(self, balancer: LoadBalancer, engines: ScriptedEngines, count: int) -> Counter[int]:
-        """Send different prompts, at most 16 of which are in flight; count them by rank."""
+        """Send different prompts, at most 16 in flight; count them by rank."""
         chosen: Counter[int] = Counter()
         sent: list[str] = []
         for number in range(count):
@@ -353,23 +353,23 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
                 engines.end(name)
 
     def _check_shares(
-        self, rule: Rule, chosen: Counter[int], engines: ScriptedEngines, what: str
+        self, rule: Rule, chosen: Counter[int], engines: ScriptedEngines, kind_text: str
     ) -> None:
         share = chosen.total() / len(engines.views)
         for engine in engines.views:
             if (got := chosen[engine.rank]) < share / 4:
                 raise rule.violation(
-                    f"of {chosen.total()} {what}, engine {engine.rank} got {got}, its share is "
-                    f"{share:.0f}"
+                    f"of {chosen.total()} {kind_text}, engine {engine.rank} got {got}, its share "
+                    f"is {share:.0f}"
                 )
 
-    def _check_burst(self, rule: Rule, engines: ScriptedEngines, what: str) -> None:
+    def _check_burst(self, rule: Rule, engines: ScriptedEngines, kind_text: str) -> None:
         """Check that no engine has more than twice its share, and 16."""
         share = _BURST / len(engines.views)
         for engine in engines.views:
             if engine.in_flight > 2 * share + 16:
                 raise rule.violation(
-                    f"of {_BURST} {what}, {engine.in_flight} are at engine {engine.rank}, its "
+                    f"of {_BURST} {kind_text}, {engine.in_flight} are at engine {engine.rank}, its "
                     f"share is {share:.0f}"
                 )
 
@@ -387,6 +387,6 @@ def _state(engine: ScriptedEngine) -> dict[str, Any]:
     }
 
 
-def _difference(one: Sequence[int], other: Sequence[int], what: str) -> str:
-    number = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
-    return f"request {number} was sent to engine {one[number]}, {what} to {other[number]}"
+def _difference(first: Sequence[int], other: Sequence[int], label: str) -> str:
+    number = next(i for i, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1])
+    return f"request {number} was sent to engine {first[number]}, {label} to {other[number]}"

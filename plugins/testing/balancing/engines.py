@@ -1,4 +1,4 @@
-"""Engines without a model, for tests of balancers: what a client counts of them, and no clock."""
+"""Scripted engines for tests of balancers: the counters of a client, without a clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scripted_request(
     """Return a request as balancers see it.
 
     Args:
-        request_id: unique among those in flight.
+        request_id: unique among requests in flight.
         prompt: token ids.
         session: name of its session, if it has one.
         fields: fields of `EngineCoreRequest`, such as `tags`.
@@ -81,7 +81,7 @@ class ScriptedEngines:
     """Several engines and their client: requests are sent, computed and ended by calls of a test.
 
     Attributes:
-        views: those that accept requests, in the order of their ranks.
+        views: engines that accept requests, in the order of their ranks.
         block_size: prompt tokens of a block; whole blocks are cached, and none is evicted.
         sessions: rank to which the last request of each session was sent.
     """
@@ -175,18 +175,18 @@ class ScriptedEngines:
 
         As in an engine, one token at least is left to compute.
         """
-        found = self._found.get(request.request_id)
-        if found is None:
-            found = {}
+        prefixes = self._found.get(request.request_id)
+        if prefixes is None:
+            prefixes = {}
             limit = (len(request.prompt_token_ids) - 1) // self.block_size
             for number, key in enumerate(self._keys(request)[:limit], 1):
                 if not (ranks := self._cached.get(key)):
                     break
-                found.update(dict.fromkeys(ranks, number * self.block_size))
-            self._found[request.request_id] = found
+                prefixes.update(dict.fromkeys(ranks, number * self.block_size))
+            self._found[request.request_id] = prefixes
             if len(self._found) > _REMEMBERED:
                 del self._found[next(iter(self._found))]
-        return found
+        return prefixes
 
     def _order(self) -> None:
         self.views = [self._engines[rank] for rank in sorted(self._engines)]

@@ -72,9 +72,9 @@ def _check(request: CheckRequest, send: Send) -> None:
     from .enabling import describe_cost, describe_enabling  # noqa: PLC0415 - after the plugin, to see
     from .made_suite import make_suite, options_of, suite_of  # noqa: PLC0415 - what it imports itself
 
-    given = request.options or _configured_options(request, config, kind)
-    own = options_of(suite_of(kind, target))
-    options = {**own, **request.options} if own else given
+    configured = request.options or _configured_options(request, config, kind)
+    suite_options = options_of(suite_of(kind, target))
+    options = {**suite_options, **request.options} if suite_options else configured
     checked_options(target, options, f"plugin.{source.name}")
     suite = make_suite(kind, target, source.name, options)
     send(
@@ -103,7 +103,7 @@ def _check(request: CheckRequest, send: Send) -> None:
         reason="",
     )
     sources = ConfigSources(request.config_sources)
-    changes = options if own else request.options
+    changes = options if suite_options else request.options
     record, changed = describe_enabling(kind, info, config, sources, changes)
     send({"record": "begin", "check": "scripted run"})
     cost = describe_cost(kind, source.name, suite, config, changed)
@@ -164,10 +164,10 @@ def _configured_options(
     request: CheckRequest, config: EngineConfig, kind: PluginKind
 ) -> Mapping[str, Any]:
     tables = config.plugin
-    found: Mapping[str, Any] = tables.get(f"{kind.name}/{request.name}") or tables.get(
+    settings: Mapping[str, Any] = tables.get(f"{kind.name}/{request.name}") or tables.get(
         request.name, {}
     )
-    return found
+    return settings
 
 
 def _run_suite(request: CheckRequest, target: Any, suite: type, send: Send) -> None:

@@ -58,9 +58,9 @@ _EVENTS: dict[str, tuple[str, Callable[[tuple[Any, ...]], str | None]]] = {
 
 
 class ActivityWatch:
-    """Notes what code of some packages does, from `start` until the process ends.
+    """Records activity of the code of some packages, from `start` until the process ends.
 
-    An event counts where a function of the packages is on the stack: what it calls counts, too.
+    An event counts if a function of the packages is on the stack: indirect calls count, too.
     Code that is not Python, and other processes, are not seen.
     """
 
@@ -91,7 +91,7 @@ class ActivityWatch:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Import as Python does; note it, which no audit event does of what is imported already."""
+        """Import as Python does, and record it: audit events omit loaded modules."""
         level = kwargs.get("level", args[2] if len(args) > 2 else 0)
         if not level:
             self._note_import(name, sys._getframe(1))
@@ -109,7 +109,7 @@ class ActivityWatch:
 
     def report(self) -> dict[str, list[str]]:
         """Return the noted names, paths, addresses and commands, by kind of event."""
-        report = {kind: list(found) for kind, found in self._found.items()}
+        report = {kind: list(entries) for kind, entries in self._found.items()}
         known = {*sys.stdlib_module_names, "hardpoint", *self._packages}
         known |= {package.partition(".")[0] for package in self._packages}
         report["imported"] = sorted(name for name in report["imported"] if name not in known)
@@ -132,20 +132,20 @@ class ActivityWatch:
         finally:
             self._noting.on = False
 
-    def _note(self, kind: str, what: str | None) -> None:
-        if what is None:
+    def _note(self, kind: str, entry: str | None) -> None:
+        if entry is None:
             return
         if kind == "wrote":
-            path = os.path.realpath(what)
+            path = os.path.realpath(entry)
             inside = path == self._folder or path.startswith(f"{self._folder}{os.sep}")
             if path.endswith(".pyc") or "__pycache__" in path:
                 return
-            what = f"its temporary folder{path[len(self._folder) :]}" if inside else path
-        found = self._found[kind]
-        if what in found:
+            entry = f"its temporary folder{path[len(self._folder) :]}" if inside else path
+        entries = self._found[kind]
+        if entry in entries:
             return
-        if len(found) < _MOST:
-            found[what] = None
+        if len(entries) < _MOST:
+            entries[entry] = None
         else:
             self._more[kind] += 1
 
@@ -157,4 +157,6 @@ class ActivityWatch:
         return False
 
     def _owns(self, module: str) -> bool:
-        return any(module == own or module.startswith(f"{own}.") for own in self._packages)
+        return any(
+            module == package or module.startswith(f"{package}.") for package in self._packages
+        )

@@ -1,6 +1,6 @@
 """Suites of built-ins that promise something else than the suite of their kind expects.
 
-A component names its suite by `conformance_suite`, so that `hardpoint plugins check` proves what it
+A component names its suite by `conformance_suite`, so that `hardpoint plugins check` proves its
 promises.
 """
 

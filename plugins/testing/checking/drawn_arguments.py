@@ -37,8 +37,8 @@ def _values(info: types.Type) -> st.SearchStrategy[object] | None:
         case types.StructType(cls=cls):
             return arguments_of(cls) or (st.just({}) if not info.fields else None)
         case types.UnionType(types=members):
-            found = [values for member in members if (values := _values(member)) is not None]
-            return st.one_of(found) if found else None
+            strategies = [values for member in members if (values := _values(member)) is not None]
+            return st.one_of(strategies) if strategies else None
         case types.CollectionType() | types.DictType():
             return _collections(info)
     return _values_of_scalar(info)

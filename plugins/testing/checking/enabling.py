@@ -42,13 +42,13 @@ RUN_KINDS = frozenset(
         "hooks",
     }
 )
-"""Kinds whose components work in a run of the scripted model."""
+"""Kinds with components that work in a run of the scripted model."""
 
 _MODEL_TABLES = (
     *("model", "dtype", "device", "load", "attention", "ops", "quantization", "tokenizer"),
     *("parallel", "executor", "adapters", "grammar", "reasoning", "tools"),
 )
-"""What a scripted run does not take over from the configuration: it has a model of its own."""
+"""Tables that a scripted run does not take from the configuration: it has a model of its own."""
 
 _NUM_REQUESTS = 8
 _NUM_TOKENS = 48
@@ -62,7 +62,7 @@ def describe_enabling(
     sources: ConfigSources,
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], EngineConfig | None]:
-    """Return the record of a component among those that are on, and the configuration with it."""
+    """Return the record of an enabled component, and the configuration with it."""
     record: dict[str, Any] = {"record": "enabling", "problem": "", "order": [], "in_place_of": []}
     try:
         plugins = resolve_plugins(config, sources)
@@ -94,19 +94,19 @@ def describe_enabling(
     return record, changed
 
 
-def _same(one: ComponentInfo, other: ComponentInfo) -> bool:
-    return (one.kind, one.value) == (other.kind, other.value)
+def _same(first: ComponentInfo, other: ComponentInfo) -> bool:
+    return (first.kind, first.value) == (other.kind, other.value)
 
 
 def describe_cost(
     kind: PluginKind, name: str, suite: Any, config: EngineConfig, changed: EngineConfig | None
 ) -> dict[str, Any]:
-    """Return the record of what a run of the scripted model costs with and without a component.
+    """Return the cost of a run of the scripted model with and without a component.
 
     Args:
         kind: the component's.
         name: under which it is enabled.
-        suite: its test class, whose arguments the requests give.
+        suite: its test class, for the arguments of requests.
         config: the configuration without it.
         changed: the one with it; None if it is refused.
     """
@@ -116,9 +116,9 @@ def describe_cost(
     if changed is None:
         return {**record, "reason": "it cannot be enabled"}
     arguments = _example(suite) if kind.takes_arguments else {}
-    given = {name: arguments} if arguments else {}
-    runs: list[tuple[EngineConfig, Mapping[str, Any]]] = [(config, {}), (changed, given)]
-    if config == changed and not given:
+    plugin_args = {name: arguments} if arguments else {}
+    runs: list[tuple[EngineConfig, Mapping[str, Any]]] = [(config, {}), (changed, plugin_args)]
+    if config == changed and not plugin_args:
         runs.pop()  # it is on, and has no arguments: both are the same
     try:
         seconds, meters = _measure(runs)
@@ -172,18 +172,18 @@ def _measure(
     Args:
         runs: the configuration and the `plugin_args` of each run. Rounds take turns.
     """
-    found: list[list[float]] = [[] for _ in runs]
+    seconds_by_run: list[list[float]] = [[] for _ in runs]
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         model = write_scripted_model(folder / "model")
         engines = [opened.enter_context(contextlib.closing(_open(model, c))) for c, _ in runs]
         for number in range(_ROUNDS + 1):
-            for seconds, engine, (_, arguments) in zip(found, engines, runs, strict=True):
+            for seconds, engine, (_, arguments) in zip(seconds_by_run, engines, runs, strict=True):
                 step_seconds = _round(engine, arguments, str(number))
                 if number:  # the first one warms up
                     seconds.append(step_seconds)
         report: PluginReport = engines[-1].call_utility("plugin_report")
-    return [statistics.median(seconds) for seconds in found], report.meters
+    return [statistics.median(seconds) for seconds in seconds_by_run], report.meters
 
 
 def _round(engine: LLMEngine, arguments: Mapping[str, Any], name: str) -> float:

@@ -38,7 +38,7 @@ _SAMPLES = {
 
 
 def suite_of(kind: PluginKind, target: Any) -> type[ConformanceSuite]:
-    """Return the suite of a component: the one that it names, else that of its kind.
+    """Return the suite of a component: its `conformance_suite`, else the suite of its kind.
 
     Raises:
         PluginLoadError: it names something else than a suite of its kind.
@@ -49,17 +49,17 @@ def suite_of(kind: PluginKind, target: Any) -> type[ConformanceSuite]:
         return suite
     module, _, name = str(named).partition(":")
     try:
-        own = getattr(importlib.import_module(module), name)
+        named_suite = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as cause:
         raise PluginLoadError(
             f"conformance_suite: {named!r} cannot be imported: {cause}"
         ) from cause
-    if not (inspect.isclass(own) and issubclass(own, suite)):
+    if not (inspect.isclass(named_suite) and issubclass(named_suite, suite)):
         raise PluginLoadError(
             f"conformance_suite: expected the FQCN of a class that derives from "
             f"hardpoint.testing.{kind.suite}, got {named!r}"
         )
-    return own
+    return named_suite
 
 
 def options_of(suite: type[ConformanceSuite]) -> Mapping[str, Any]:
@@ -80,35 +80,35 @@ def subject_of(suite: type) -> str:
 def make_suite(
     kind: PluginKind, target: Any, name: str, options: Mapping[str, Any]
 ) -> type[ConformanceSuite]:
-    """Return a test class for a component, whose arguments are drawn from their declared type.
+    """Return a test class for a component; its arguments are drawn from their declared type.
 
-    What only an author can give skips the tests that use it, with a reason.
+    Attributes that only an author can give skip the tests that use them, with a reason.
 
     Args:
         kind: the component's.
         target: the component.
         name: under which it is enabled.
-        options: as an operator sets them, with those of the author's suite.
+        options: as an operator sets them, with the options of the author's suite.
 
     Raises:
         PluginLoadError: it names something else than a suite of its kind.
     """
     suite = suite_of(kind, target)
-    given: dict[str, Any] = {"__module__": MODULE, subject_of(suite): target}
+    attributes: dict[str, Any] = {"__module__": MODULE, subject_of(suite): target}
     if isinstance(suite.options, Mapping):
-        given["options"] = dict(options)
+        attributes["options"] = dict(options)
     if suite.name is None:
-        given["name"] = name
+        attributes["name"] = name
     declared = getattr(target, "Arguments", None)
     if inspect.isclass(declared) and issubclass(declared, msgspec.Struct):
         drawn = arguments_of(declared)
         if drawn is not None and getattr(suite, "arguments", None) is None:
-            given["arguments"] = drawn
+            attributes["arguments"] = drawn
     if hasattr(suite, "place_options"):
-        given |= _place(suite, target, options)
-    for missing in _missing(suite, kind, given):
-        given[missing] = _skipping(suite, missing)
-    return type("TestPlugin", (suite,), given)
+        attributes |= _place(suite, target, options)
+    for missing in _missing(suite, kind, attributes):
+        attributes[missing] = _skipping(suite, missing)
+    return type("TestPlugin", (suite,), attributes)
 
 
 def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any
     return {"place_options": place_options}
 
 
-def _missing(suite: type, kind: PluginKind, given: Mapping[str, Any]) -> list[str]:
+def _missing(suite: type, kind: PluginKind, attributes: Mapping[str, Any]) -> list[str]:
     kit = getattr(hardpoint.testing, kind.suite)
     declared = {
         name
@@ -131,13 +131,13 @@ def _missing(suite: type, kind: PluginKind, given: Mapping[str, Any]) -> list[st
         if cls.__module__.startswith("hardpoint.testing.")
         for name in inspect.get_annotations(cls)
     }
-    found = [name for name in sorted(declared - {"kind"}) if not hasattr(suite, name)]
-    found += [
+    names = [name for name in sorted(declared - {"kind"}) if not hasattr(suite, name)]
+    names += [
         name
         for name in _SAMPLES.get(kind.suite, ())
         if getattr(suite, name) is getattr(kit, name)  # an author's is another object
     ]
-    return [name for name in found if name not in given]
+    return [name for name in names if name not in attributes]
 
 
 def _skipping(suite: type, missing: str) -> Any:

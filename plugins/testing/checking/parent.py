@@ -33,7 +33,7 @@ from hardpoint.typed import suggest
 
 from .request import CANNOT_LOAD, FAILED, OK, CheckLimits, CheckRequest, check_record
 
-_LAST_LINES = 15  # of what a child wrote, where it ended early
+_LAST_LINES = 15  # of the output of a child that ended early
 
 
 def check_plugin(
@@ -52,7 +52,7 @@ def check_plugin(
         config, config_sources: the current configuration.
         name: a name, `kind/name`, an FQCN, or a distribution: all that it offers.
         limits: fields of `CheckLimits`.
-        options: as an operator would set them, in the place of those of the configuration.
+        options: as an operator would set them, instead of the configured ones.
         against: version of the contract that the components have to state; None is any accepted.
 
     Raises:
@@ -66,24 +66,24 @@ def check_plugin(
                 f"plugins check: {needed} is not installed; {install_command('testing')}"
             )
     tree = msgspec.to_builtins(config)
-    given = msgspec.convert(dict(limits), CheckLimits)
+    check_limits = msgspec.convert(dict(limits), CheckLimits)
     all_found = _find(name)
-    for found in all_found:
+    for plugin in all_found:
         with tempfile.TemporaryDirectory(prefix="hardpoint-check-") as folder:
             request = CheckRequest(
-                kind=found.kind,
-                name=found.name,
-                value=found.value,
-                reference=name if len(all_found) == 1 else f"{found.kind}/{found.name}",
-                distribution=found.distribution,
-                version=found.version,
+                kind=plugin.kind,
+                name=plugin.name,
+                value=plugin.value,
+                reference=name if len(all_found) == 1 else f"{plugin.kind}/{plugin.name}",
+                distribution=plugin.distribution,
+                version=plugin.version,
                 config=tree,
                 config_sources=config_sources.by_path,
                 options=options,
                 against=against,
                 folder=folder,
                 sys_path=[entry or str(Path.cwd()) for entry in sys.path],
-                limits=given,
+                limits=check_limits,
             )
             yield from _Run(request).records()
 
@@ -94,7 +94,7 @@ def _find(name: str) -> list[InstalledPlugin]:
     named = [f for f in installed if name in (f.name, f"{f.kind}/{f.name}", f.value)]
     offered = [f for f in installed if _normal(f.distribution) == _normal(name)]
     if offered and not (named and named[0].builtin):
-        known = [found for found in offered if found.known_kind]
+        known = [plugin for plugin in offered if plugin.known_kind]
         if not known:
             raise PluginNotFoundError(
                 f"{name} offers nothing to check: {describe_unknown_kind(offered[0].kind)}"
@@ -112,8 +112,8 @@ def _find(name: str) -> list[InstalledPlugin]:
         )
     if named[0].kind not in KINDS:
         raise PluginNotFoundError(f"{named[0].label}: {describe_unknown_kind(named[0].kind)}")
-    values = {found.value for found in named}
-    if len(named) > 1 and (len(values) > 1 or len({found.name for found in named}) > 1):
+    values = {plugin.value for plugin in named}
+    if len(named) > 1 and (len(values) > 1 or len({plugin.name for plugin in named}) > 1):
         choices = ", ".join(f"{f.kind}/{f.name} ({f.value})" for f in named)
         raise PluginConflictError(f"{name!r} could be any of {choices}")
     return named
@@ -125,7 +125,7 @@ def _normal(name: str) -> str:
 
 @dataclass
 class _Run:
-    """One child, and what it has reported."""
+    """A child process and its reports."""
 
     request: CheckRequest
     planned: dict[str, str] = field(default_factory=dict)

@@ -28,7 +28,7 @@ _REFUSED = re.compile(
     r"|E +\S*\b(?:ConfigError|ModelError): ).*$",
     re.M,
 )
-"""In a report: the component named what it lacks, in the place of keeping or breaking the rule."""
+"""In a report: a requirement of the component is missing; the rule was neither kept nor broken."""
 
 _LACKING = re.compile(
     r"its constructor raised ImportError: (.*)$|^  observed: (.*\bConnection refused\b.*)$", re.M
@@ -56,7 +56,7 @@ class CheckRecorder:
 
         Args:
             expected: reasons of expected failures by test.
-            name: what to check again, for replays.
+            name: the component to check again, for replays.
             has_own_suite: whether the author's suite gives options, arguments, files and samples,
                 which are drawn from their types without it, so that one with an effect may be rare.
         """
@@ -115,11 +115,11 @@ class CheckRecorder:
             return ("not_applicable" if decided else "not_proved"), reason, ""
         message = self._message(report)
         if lacking := _LACKING.search(message):
-            return "not_proved", f"this machine lacks what it needs: {lacking[1] or lacking[2]}", ""
+            return "not_proved", f"this machine lacks a requirement: {lacking[1] or lacking[2]}", ""
         if self._has_own_suite:
             return "failed", "", message
         if name == "test_effect" and NO_METHODS not in message:
-            reason = f"{NEEDS}`arguments` or `params` with an effect; what the suite drew had none"
+            reason = f"{NEEDS}`arguments` or `params` with an effect; the drawn ones had none"
             return "not_proved", reason, message
         if refused := _REFUSED.search(message):
             reason = f"{NEEDS}options, files or a configuration that it accepts; it refuses these"
@@ -141,11 +141,11 @@ def _claim(test: Any, name: str) -> str:
 
 
 def _figures() -> str:
-    found = EVIDENCE
-    parts = [f"{found.num_cases} cases"] if found.num_cases else []
+    evidence = EVIDENCE
+    parts = [f"{evidence.num_cases} cases"] if evidence.num_cases else []
     parts += [
-        f"{cost * 1e6:.3g} us of {budget * 1e6:.6g} us allowed" for cost, budget in found.costs
+        f"{cost * 1e6:.3g} us of {budget * 1e6:.6g} us allowed" for cost, budget in evidence.costs
     ]
-    if found.p99_seconds is not None:
-        parts.append(f"p99 of a call {found.p99_seconds * 1e6:.3g} us")
+    if evidence.p99_seconds is not None:
+        parts.append(f"p99 of a call {evidence.p99_seconds * 1e6:.3g} us")
     return ", ".join(parts)

@@ -46,11 +46,11 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
         kind: name of its kind; empty to find it out.
         name: under which it is enabled.
         value: its FQCN.
-        reference: what a command calls it, for replays.
-        distribution, version: what offers it.
+        reference: its name in commands, for replays.
+        distribution, version: its package.
         config: the current configuration, as plain data.
         config_sources: source of each value of it.
-        options: as an operator would set them, instead of those of the configuration.
+        options: as an operator would set them, instead of the configured ones.
         against: version of the contract that it has to state; None is any that is accepted.
         folder: the child's own.
         sys_path: `sys.path` of the parent.

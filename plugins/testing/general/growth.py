@@ -19,8 +19,8 @@ __all__ = ["RESOURCES", "check_growth"]
 RESOURCES = Rule(
     "resources: memory, threads, files, sockets and child processes do not grow with the number "
     "of uses",
-    "keep nothing of a use; bound caches, and close what a use opens; if a cache is bounded by an "
-    "option, give the suite a small one in `options`",
+    "keep nothing of a use; bound caches, and close all handles of a use; if a cache is bounded by "
+    "an option, give the suite a small one in `options`",
 )
 
 _FIRST_USES = 200
@@ -28,7 +28,7 @@ _FIRST_STEPS = 5
 _STAGES = 4
 _HANDLES_PER_USE = 0.05
 _MOST_SECONDS = 20.0
-"""Time after which a stage ends, of a component whose uses take long."""
+"""Time after which a stage ends, of a component with slow uses."""
 _STILL_SECONDS = 1.0
 """Time in which no size falls, after which threads have caught up."""
 
@@ -42,16 +42,16 @@ def check_growth(
 ) -> None:
     """Use a component many times, and check that nothing grows.
 
-    What grows in `uses` uses has to grow in each of three further stages, so that a cache may fill
+    Growth in `uses` uses has to continue in each of three further stages, so that a cache may fill
     up to 4 times as many entries. A violation is measured in one more stage, before and after which
     threads get time to catch up with the uses.
 
     Args:
-        component: the one that is used.
+        component: the component in use.
         use: uses it once, given the number of the use.
         uses: number of uses of a stage.
-        bytes_per_use: memory that a use may leave, for what libraries keep.
-        known_threads: threads that are not the component's own.
+        bytes_per_use: memory that a use may leave, for caches of libraries.
+        known_threads: threads of others.
 
     Raises:
         Violation: something grew.
@@ -78,7 +78,7 @@ def check_growth(
 
 
 def _first_uses(use: Callable[[int], object], uses: int) -> int:
-    """Use it for the first times; what takes a handle in each use is found here.
+    """Call `use` for the first times; this detects a leaked handle per use.
 
     Returns:
         The number of uses.

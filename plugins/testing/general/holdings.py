@@ -42,15 +42,15 @@ _PLACES: dict[str, int] = {"open": 0, "os.mkdir": 0, "os.rename": 1, "os.symlink
 
 def child_processes() -> list[str]:
     """Return descriptions of the child processes that still run; none on other systems."""
-    found: list[str] = []
+    processes: list[str] = []
     with suppress(OSError):
         for task in os.listdir(_CHILDREN):
             for child in Path(_CHILDREN, task, "children").read_text().split():
                 with suppress(OSError):
                     state = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()[0]
                     if state not in "ZX":
-                        found.append("child process")
-    return found
+                        processes.append("child process")
+    return processes
 
 
 def handles() -> dict[str, int]:
@@ -81,7 +81,7 @@ def grouped(held: Mapping[str, int]) -> dict[str, int]:
 
 
 def more_than(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return the resources of which there are more than before, and how many more."""
+    """Return the increase of each resource that grew."""
     return {name: n - before.get(name, 0) for name, n in after.items() if n > before.get(name, 0)}
 
 
@@ -90,7 +90,7 @@ def traced() -> Iterator[None]:
     """Trace allocations in the body, so that `memory` has a value.
 
     Objects from before are left out of garbage collections, which take long with them. They stay
-    so if the program has frozen objects itself: `gc.unfreeze` would thaw those, too.
+    so if the program has frozen objects itself: `gc.unfreeze` would thaw them, too.
     """
     was_tracing, has_frozen = tracemalloc.is_tracing(), gc.get_freeze_count() > 0
     gc.collect()
@@ -200,7 +200,7 @@ class FileWatch:
             FileWatch._active.remove(self)
 
     def left(self, is_expected: Callable[[str], bool]) -> list[str]:
-        """Return the paths that are still there, but for those that are expected."""
+        """Return the paths that still exist, except expected ones."""
         return sorted(p for p in self._paths if os.path.lexists(p) and not is_expected(p))
 
     def note(self, path: str) -> None:
@@ -216,10 +216,10 @@ def _on_event(event: str, args: tuple[Any, ...]) -> None:
     if isinstance(path, int) or (event == "open" and not _is_written(*args[1:3])):
         return
     with suppress(Exception):
-        found = os.path.abspath(os.fsdecode(path))
-        if not found.startswith(("/proc/", "/dev/", "/sys/")) or found.startswith("/dev/shm/"):
+        opened = os.path.abspath(os.fsdecode(path))
+        if not opened.startswith(("/proc/", "/dev/", "/sys/")) or opened.startswith("/dev/shm/"):
             for watch in FileWatch._active:
-                watch.note(found)
+                watch.note(opened)
 
 
 def _is_written(mode: Any, flags: Any) -> bool:

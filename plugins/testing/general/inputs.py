@@ -13,20 +13,20 @@ __all__ = ["unchanged"]
 
 
 @contextmanager
-def unchanged(rule: Rule, call: str, **given: Any) -> Iterator[None]:
-    """Check that the body changes nothing of what a call gets.
+def unchanged(rule: Rule, call: str, **inputs: Any) -> Iterator[None]:
+    """Check that the body does not mutate the inputs of a call.
 
     Args:
         rule: the broken rule if it does.
         call: the called method, for messages.
-        given: the inputs, by the names that messages use; `_` is shown as a space.
+        inputs: the inputs, by the names that messages use; `_` is shown as a space.
 
     Raises:
-        Violation: an input is no longer what it was.
+        Violation: an input has changed.
     """
-    before = {name: snapshot(value) for name, value in given.items()}
+    before = {name: snapshot(value) for name, value in inputs.items()}
     yield
-    for name, value in given.items():
+    for name, value in inputs.items():
         if snapshot(value) != before[name]:
             raise rule.violation(
                 f"{call} changed {name.replace('_', ' ')} in place, which are now "

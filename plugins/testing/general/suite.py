@@ -61,11 +61,11 @@ class InUse(NamedTuple):
 
 
 class GeneralSuite(ConformanceSuite):
-    """Base class of all suites whose component can be built and used without an engine.
+    """Base class of suites for components that work without an engine.
 
     Attributes:
         num_uses: uses after which resources are compared.
-        max_bytes_per_use: memory that a use may leave, for what libraries keep.
+        max_bytes_per_use: memory that a use may leave, for caches of libraries.
     """
 
     num_uses: ClassVar[int] = 1000
@@ -75,13 +75,13 @@ class GeneralSuite(ConformanceSuite):
 
     def test_resources(self) -> None:
         """Over 1,000 uses, memory, threads, files, sockets and child processes do not grow; no
-        thread computes when nothing is asked, and what a process shares stays as it is.
+        thread computes while the component is idle, and process-wide settings stay unchanged.
         """
         self._run_checks(RESOURCES.text, self._check_growth_and_settings)
 
     def test_close(self) -> None:
-        """After `close` no thread, child process, open file, socket and new file is left, of one
-        that was used and of one that was not; a second `close` does no harm.
+        """After `close`, with and without a use before, no thread, child process, open file, socket
+        and new file is left; a second `close` does no harm.
         """
         self._run_checks(CLOSED.text, self._check_closing)
 
@@ -115,8 +115,8 @@ class GeneralSuite(ConformanceSuite):
 
     def _check_closing(self) -> None:
         with self._in_use() as (component, _):
-            _close(component, "close() of one that was not used")
-        for kinds in (_PROCESSES, ("",)):  # what a library opens at its first use may stay open
+            _close(component, "close() of an unused instance")
+        for kinds in (_PROCESSES, ("",)):  # a library may keep files of its first use open
             watch, before = FileWatch(), handles()
             with watch.watching(), self._in_use() as (component, use):
                 for number in range(3):
@@ -135,9 +135,9 @@ class GeneralSuite(ConformanceSuite):
     def _options_in_use(self) -> Any:
         return dict(self.options)
 
-    def _unchanged(self, rule: Rule, call: str, **given: Any) -> AbstractContextManager[None]:
-        """Return the context of a call that changes nothing of what it gets; see `unchanged`."""
-        return nullcontext() if self._is_counting else unchanged(rule, call, **given)
+    def _unchanged(self, rule: Rule, call: str, **inputs: Any) -> AbstractContextManager[None]:
+        """Return the context of a call that must not mutate its inputs; see `unchanged`."""
+        return nullcontext() if self._is_counting else unchanged(rule, call, **inputs)
 
     def _sampled(self, rule: Rule, strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
         """Return values of a strategy, at least one; fail the test if there are none.
@@ -148,19 +148,19 @@ class GeneralSuite(ConformanceSuite):
         values: list[Any] = []
         try:
             search = Search(count, self.replay_seed)
-            found = search.run(lambda value: values.append(value), value=strategy)
+            failure = search.run(lambda value: values.append(value), value=strategy)
         except Unsatisfiable:
             self._fail(rule.text, self._nothing_drawn())
-        if found is not None:
-            raise found.violation
+        if failure is not None:
+            raise failure.violation
         return values
 
 
-def _close(component: Closable, what: str) -> None:
+def _close(component: Closable, label: str) -> None:
     try:
         component.close()
     except Exception as cause:
-        raise CLOSED.violation(f"{what} raised {type(cause).__name__}: {cause}") from cause
+        raise CLOSED.violation(f"{label} raised {type(cause).__name__}: {cause}") from cause
 
 
 def _check_released(before: Mapping[str, int], kinds: tuple[str, ...]) -> None:

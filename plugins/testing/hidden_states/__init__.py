@@ -1,1 +1,1 @@
-"""Suites for what reads and changes hidden states: poolers and activation taps."""
+"""Conformance suites for poolers and activation taps."""

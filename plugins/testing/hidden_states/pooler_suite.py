@@ -32,7 +32,7 @@ CHUNKS = Rule(
 )
 ALONE = Rule(
     "alone: a prompt has the same result next to others, and after them",
-    "keep all that belongs to a prompt in what start() returns",
+    "keep all state of a prompt in the result of start()",
 )
 OVERWRITTEN = Rule(
     "overwritten: the memory of a chunk is used again once update() has returned",
@@ -40,11 +40,11 @@ OVERWRITTEN = Rule(
 )
 READS_ONLY = Rule(
     "reads only: hidden states and arguments stay as they are",
-    "copy what you want to change",
+    "copy a value before you change it",
 )
 EFFECT = Rule(
     "effect: the result depends on the hidden states",
-    "use what update() gets; set `arguments` to a strategy for requests with another result",
+    "use the input of update(); set `arguments` to a strategy for requests with another result",
 )
 WIDE = Rule(
     "wide: chunks and other prompts change no bit, at the hidden size of a real model",
@@ -91,7 +91,7 @@ class PoolerSuite(TimedSuite):
         pooler: the class under test.
         vocab_size: vocabulary size of the prompts.
         hidden_size: hidden size of the model.
-        wide_size: hidden size of a second model, as large as those of real ones.
+        wide_size: hidden size of a second model, as large as in real models.
         device: device of the model.
         dtype: dtype of the hidden states.
     """
@@ -133,10 +133,10 @@ class PoolerSuite(TimedSuite):
         """It gives a floating-point tensor of the declared form for each prompt."""
 
         def check(prompt: _Prompt) -> None:
-            found = self._result(self._make(), prompt, [self._hidden(prompt)])
-            if not isinstance(found, torch.Tensor) or not found.is_floating_point():
-                raise SHAPE.violation(f"finish() gave {short_repr(found)}")
-            shape = list(found.shape)
+            result = self._result(self._make(), prompt, [self._hidden(prompt)])
+            if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+                raise SHAPE.violation(f"finish() gave {short_repr(result)}")
+            shape = list(result.shape)
             if len(shape) != 1 + self.pooler.per_token or shape[-1] != self.hidden_size:
                 expected = f"[{'vectors, ' if self.pooler.per_token else ''}{self.hidden_size}]"
                 raise SHAPE.violation(f"finish() gave a tensor {shape}, expected {expected}")
@@ -159,9 +159,7 @@ class PoolerSuite(TimedSuite):
         )
 
     def test_alone(self) -> None:
-        """Prompts whose chunks come in turn have the results that each has alone, in a new
-        instance.
-        """
+        """Prompts with interleaved chunks have the same results as alone, in a new instance."""
         prompts = st.lists(self._prompts(), min_size=1, max_size=4)
         self._search(
             ALONE.text,
@@ -172,7 +170,7 @@ class PoolerSuite(TimedSuite):
 
     def test_wide(self) -> None:
         """The same two rules at a hidden size of 512: matrix products of several rows round
-        otherwise than those of one.
+        differently than products of one row.
         """
         try:
             (prompt, *_) = self._sampled(WIDE, self._prompts(), 1)
@@ -253,7 +251,7 @@ class PoolerSuite(TimedSuite):
                 return
         raise EFFECT.violation(
             f"{NOTHING_DRAWN}: {_EFFECTS} prompts have the same results with other hidden states, "
-            f"expected one whose result depends on them"
+            f"expected a pooler that depends on them"
         )
 
     def _check_chunks(self, rule: Rule, prompt: _Prompt, size: int) -> None:
@@ -295,9 +293,9 @@ class PoolerSuite(TimedSuite):
         return _table(size or self.hidden_size)[rows].to(self.device, self.dtype)
 
     def _start(self, pooler: Pooler, prompt: _Prompt) -> PromptPooler:
-        given = prompt.arguments
-        with self._unchanged(READS_ONLY, "start()", arguments=given):
-            state = self._timed(pooler.start, ReadOnlyList(prompt.token_ids), given)
+        arguments = prompt.arguments
+        with self._unchanged(READS_ONLY, "start()", arguments=arguments):
+            state = self._timed(pooler.start, ReadOnlyList(prompt.token_ids), arguments)
         if not isinstance(state, PromptPooler):
             raise SHAPE.violation(f"start() gave {short_repr(state)}, expected a PromptPooler")
         return state
@@ -308,8 +306,8 @@ class PoolerSuite(TimedSuite):
 
     def _result(self, pooler: Pooler, prompt: _Prompt, chunks: Sequence[torch.Tensor]) -> Any:
         state = self._start(pooler, prompt)
-        given = prompt.arguments
-        with self._unchanged(READS_ONLY, "update() or finish()", arguments=given):
+        arguments = prompt.arguments
+        with self._unchanged(READS_ONLY, "update() or finish()", arguments=arguments):
             for chunk in chunks:
                 self._update(state, chunk)
             return self._timed(state.finish)

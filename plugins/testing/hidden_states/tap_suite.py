@@ -40,7 +40,7 @@ AGAIN = Rule(
     "keep nothing of a call: drafts and preempted requests are computed again",
 )
 IN_PLACE = Rule(
-    "in_place: what a call gets stays as it is",
+    "in_place: a call does not mutate its inputs",
     "return a new tensor, such as values + x, and no values.add_(x); copy arguments before you "
     "change them",
 )
@@ -108,7 +108,7 @@ class _Call:
         """Return the result of the tap for requests, or for a span of one.
 
         Raises:
-            Violation: it changed what it was given.
+            Violation: it mutated its input.
         """
         values = self.suite._hidden(requests, span, self.hidden_size)
         sizes = [request.num_tokens for request in requests]
@@ -124,8 +124,8 @@ class _Call:
         )
         method = getattr(self.tap, self.method)
         with self.suite._unchanged(IN_PLACE, f"{self.method}()", values=values, rows=rows):
-            found: torch.Tensor | None = self.suite._timed(method, self.site, values, rows)
-        return found if found is not values else values.clone()
+            result: torch.Tensor | None = self.suite._timed(method, self.site, values, rows)
+        return result if result is not values else values.clone()
 
     def of_new_tap(self) -> _Call:
         tap = self.suite._make(self.hidden_size)
@@ -138,7 +138,7 @@ class ActivationTapSuite(TimedSuite):
     Attributes:
         tap: the class under test.
         hidden_size: hidden size of the model.
-        wide_size: hidden size of a second model, of which rows are compared bit for bit.
+        wide_size: hidden size of a second model; its rows are compared bit for bit.
         batch_invariant: whether results are the same bit for bit alone and next to others;
             `False` compares them within a tolerance.
         vocab_size: vocabulary size of the model, for `prepare`.
@@ -206,17 +206,17 @@ class ActivationTapSuite(TimedSuite):
         """Results have a row per token; changed hidden states are finite."""
 
         def check(call: _Call, requests: list[_TapRequest]) -> None:
-            found = call(requests)
-            if found is None:
+            result = call(requests)
+            if result is None:
                 return
             values, method = self._hidden(requests), call.method
-            is_tensor = isinstance(found, torch.Tensor)
-            shape = list(found.shape) if is_tensor else short_repr(found)
-            if method == "read" and not (is_tensor and found.dim() and len(found) == len(values)):
+            is_tensor = isinstance(result, torch.Tensor)
+            shape = list(result.shape) if is_tensor else short_repr(result)
+            if method == "read" and not (is_tensor and result.dim() and len(result) == len(values)):
                 raise SHAPE.violation(f"read() gave {shape}, expected [{len(values)}, ...]")
-            if method == "change" and not (is_tensor and found.shape == values.shape):
+            if method == "change" and not (is_tensor and result.shape == values.shape):
                 raise SHAPE.violation(f"change() gave {shape}, expected {list(values.shape)}")
-            if method == "change" and not found.isfinite().all():
+            if method == "change" and not result.isfinite().all():
                 raise SHAPE.violation("change() gave numbers that are not finite")
 
         self._search_calls(SHAPE, 40, check)
@@ -236,7 +236,7 @@ class ActivationTapSuite(TimedSuite):
 
     def test_wide(self) -> None:
         """The same at a hidden size of 512, bit for bit: matrix products of several rows round
-        otherwise than those of one. With `batch_invariant = False` within the tolerance.
+        differently than products of one row. With `batch_invariant = False` within the tolerance.
         """
         try:
             self._try_wide()
@@ -315,7 +315,7 @@ class ActivationTapSuite(TimedSuite):
             tap.close()
         raise EFFECT.violation(
             f"{NOTHING_DRAWN}: for {_EFFECTS} requests, read() gave nothing that depends on the "
-            f"hidden states, and change() left them; expected one that does"
+            f"hidden states, and change() left them; expected changed ones"
         )
 
     def _check_alone(
@@ -331,8 +331,8 @@ class ActivationTapSuite(TimedSuite):
             raise rule.violation(f"{method}() gave None in some calls for the same tokens")
         if together is None:
             return
-        found = torch.cat([part for part in parts if part is not None])
-        if problem := _compared(found, together, is_exact):
+        joined = torch.cat([part for part in parts if part is not None])
+        if problem := _compared(joined, together, is_exact):
             raise rule.violation(
                 f"{method}() gave other numbers for {len(requests)} requests than for their "
                 f"chunks alone, in a new instance: {problem}"
@@ -348,8 +348,10 @@ class ActivationTapSuite(TimedSuite):
         def check_calls(requests: list[_TapRequest]) -> None:
             size = hidden_size or self.hidden_size
             tap = self._make(size)
-            for site in dict.fromkeys(site for one in requests for site in self._sites(one)):
-                users = [one for one in requests if site in self._sites(one)]
+            for site in dict.fromkeys(
+                site for request in requests for site in self._sites(request)
+            ):
+                users = [request for request in requests if site in self._sites(request)]
                 for method in self._methods():
                     check(_Call(self, tap, method, site, size), users)
             tap.close()
@@ -360,13 +362,13 @@ class ActivationTapSuite(TimedSuite):
         return list(self.tap.sites(request.arguments))
 
     def _effect(self, arguments: Any, requests: list[_TapRequest]) -> dict[TapSite, torch.Tensor]:
-        tap, found = self._make(), {}
+        tap, changed_by_site = self._make(), {}
         requests = [replace(request, arguments=arguments) for request in requests]
         for site in self.tap.sites(arguments):
             changed = _Call(self, tap, "change", site, self.hidden_size)(requests)
-            found[site] = self._hidden(requests) if changed is None else changed
+            changed_by_site[site] = self._hidden(requests) if changed is None else changed
         tap.close()
-        return found
+        return changed_by_site
 
     def _requests(self) -> st.SearchStrategy[list[_TapRequest]]:
         return st.lists(self._request(), min_size=1, max_size=3)
@@ -398,19 +400,19 @@ class ActivationTapSuite(TimedSuite):
 
 
 def _has_effect(call: _Call, request: _TapRequest) -> bool:
-    found = call([request])
-    if found is None:
+    result = call([request])
+    if result is None:
         return False
     if call.method == "change":
-        return not torch.equal(found, call.suite._hidden([request]))
+        return not torch.equal(result, call.suite._hidden([request]))
     other = call([replace(request, seed=request.seed + 1)])
-    return other is None or other.shape != found.shape or not torch.equal(found, other)
+    return other is None or other.shape != result.shape or not torch.equal(result, other)
 
 
-def _compared(found: torch.Tensor, expected: torch.Tensor, is_exact: bool) -> str:
-    if found.shape != expected.shape:
-        return f"{list(found.shape)}, expected {list(expected.shape)}"
-    first, second = found.double().nan_to_num(), expected.double().nan_to_num()
+def _compared(actual: torch.Tensor, expected: torch.Tensor, is_exact: bool) -> str:
+    if actual.shape != expected.shape:
+        return f"{list(actual.shape)}, expected {list(expected.shape)}"
+    first, second = actual.double().nan_to_num(), expected.double().nan_to_num()
     if is_exact and not torch.equal(first, second):
         number = int((first != second).sum())
         largest = float((first - second).abs().max())

@@ -1,4 +1,4 @@
-"""An engine with a KV connector, whose requests and storage go through drawn histories."""
+"""An engine with a KV connector; drawn histories drive its requests and storage."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _PATIENCE_SECONDS = 20.0
 
 TOKENS = Rule(
     "tokens: requests get the tokens that they get without a connector",
-    "load into a block only what was computed for exactly its tokens and all before them, by this "
+    "load into a block only KV of exactly its tokens and all before them, by this "
     "model; name every block that was not loaded in load_errors; save a block once its step has "
     "computed it, and not if a load of that step failed",
 )
 SLOTS = Rule(
-    "slots: what a request reads was computed from its own tokens",
-    "load into `block_ids` what belongs to the request's block at that place, before its step "
+    "slots: the KV that a request reads was computed from its own tokens",
+    "load into `block_ids` the contents of the request's block at that position, before its step "
     "(or its layer) reads it, and write to no other block",
 )
 ENDS = Rule(
@@ -46,8 +46,8 @@ ENDS = Rule(
 FAULTLESS = Rule(
     "faultless: with storage that works, nothing is counted as a fault",
     "answer each lookup and load within kv_connector.load_seconds, name each request for which "
-    "request_finished returned True in get_finished().saved (or return False), and report what is "
-    "a fault only",
+    "request_finished returned True in get_finished().saved (or return False), and report "
+    "faults only",
 )
 
 
@@ -62,7 +62,7 @@ class Add(NamedTuple):
 class Do(NamedTuple):
     """Do something that needs no more than a number: see `ConnectorSession.play`."""
 
-    what: str
+    action: str
     number: int = 1
 
 
@@ -104,17 +104,17 @@ DISTURBED = st.lists(
 def scenarios(num_states: int) -> dict[str, list[Operation]]:
     """Return histories in which things happen in some states of requests that are loaded."""
     whole, run = Add(0, 41, 4), Do("step", 24)
-    found: dict[str, list[Operation]] = {
+    histories: dict[str, list[Operation]] = {
         "part": [whole, run, Do("reset"), Add(0, 13, 2), run, whole, run, Add(0, 17, 8)]
     }
     crowd: list[Operation] = [Add(number % 3, 30, 8) for number in range(12)]
-    found["crowd"] = [*crowd, run, run, Do("reset"), *crowd]
-    for what in ("abort", "interrupt", "recompute", "reset", "pause", "sleep"):
-        history = found[what] = [whole, Add(1, 30, 2), run]
+    histories["crowd"] = [*crowd, run, run, Do("reset"), *crowd]
+    for event in ("abort", "interrupt", "recompute", "reset", "pause", "sleep"):
+        history = histories[event] = [whole, Add(1, 30, 2), run]
         for steps in range(num_states):
-            history += [Do("reset"), Add(0, 30, 4), whole, Do("step", steps), Do(what, steps)]
+            history += [Do("reset"), Add(0, 30, 4), whole, Do("step", steps), Do(event, steps)]
             history += [Add(1, 41, 4), Do("step"), Add(0, 41, 2), run]
-    return found
+    return histories
 
 
 def prompt(family: int, length: int) -> list[int]:
@@ -195,7 +195,7 @@ class ConnectorSession:
     def _do(self, operation: Do) -> None:
         engine = self._engine
         live = [request for request in self.requests.values() if not request.is_done]
-        match operation.what:
+        match operation.action:
             case "step":
                 for _ in range(operation.number):
                     self.step()
@@ -285,7 +285,7 @@ class ConnectorSession:
 
 
 def session_config(extra: Mapping[str, Any], *, is_quiet: bool = True) -> dict[str, Any]:
-    """Return the configuration of an engine whose requests are chunked and preempted.
+    """Return the configuration of an engine with chunked and preempted requests.
 
     Args:
         extra: further configuration, which has the connector; empty for an engine without.

@@ -42,33 +42,33 @@ from .slots import WITNESS
 from .storage import FAULTS, RELIABLE, damage_files, forget_storage, temporary_folder
 
 LOADS = Rule(
-    "loads: what was computed once is loaded later",
+    "loads: computed blocks are loaded later",
     "save each block that a step completes, and return from get_num_new_matched_tokens how many "
     "tokens of whole blocks can be loaded",
 )
 FOREIGN = Rule(
     "foreign: blocks of another model, or of another layout of blocks, are not loaded",
-    "key blocks by `block_key(context.identity.digest(), block_hash)`: the identity says all that "
-    "blocks depend on besides their tokens",
+    "key blocks by `block_key(context.identity.digest(), block_hash)`: the identity covers "
+    "all inputs of blocks besides their tokens",
 )
 TIME = Rule(
     "time: no call of a connector holds a step, however slow its storage is",
-    "let the scheduler half read no storage, or only what answers at once; load and save in "
+    "let the scheduler half read no storage, or only storage without latency; load and save in "
     "threads, and let saves copy blocks in wait_for_save and store them later",
 )
 RANKS = Rule(
-    "ranks: halves in different processes, one worker half per rank, load what they saved",
-    "say everything in the metadata, in messages and in the handshake; share no attributes of "
+    "ranks: halves in different processes, one worker half per rank, load their saved blocks",
+    "pass everything in the metadata, in messages and in the handshake; share no attributes of "
     "classes or modules; let each rank have its own blocks, by its identity",
 )
 RELEASE = Rule(
     "release: after close no thread is left",
-    "join what was started in close(), also if storage does not answer",
+    "join all threads in close(), also if storage does not answer",
 )
 MEMORY = Rule(
     "memory: nothing grows with the number of requests",
-    "forget a request in request_finished, also one that was never admitted, and limit what is "
-    "remembered of blocks",
+    "drop a request in request_finished, also without a prior admission, and limit the data "
+    "about blocks",
 )
 
 _HEALING = 8
@@ -83,8 +83,8 @@ _THREAD_SECONDS = 2.0
 class KVConnectorSuite(ComponentSuite):
     """Base class of a test class, which sets `connector`, and `options` if it has some.
 
-    Its tests run engines with the scripted model, whose attention stores with each token the
-    history that it was computed from, so that it notices what is not as it should be.
+    Its tests run engines with the scripted model. Its attention stores with each token the
+    history that it was computed from, so that it detects wrong contents.
 
     Attributes:
         connector: the class under test, which must be importable.
@@ -110,8 +110,8 @@ class KVConnectorSuite(ComponentSuite):
 
         Args:
             folder: the folder that replaces "{folder}".
-            fault: one of `hardpoint.testing.kv.storage.FAULTS`, or "reliable". What the storage
-                cannot do is ignored.
+            fault: one of `hardpoint.testing.kv.storage.FAULTS`, or "reliable". Faults that the
+                storage does not have are ignored.
         """
         damage_files(folder, fault, random.Random(fault))
 
@@ -141,8 +141,8 @@ class KVConnectorSuite(ComponentSuite):
                     session, Add(0, _PROMPT, 2), whole, "the prefix cache was reset"
                 )
                 shorter = Add(0, _PROMPT - BLOCK_SIZE, MAX_TOKENS)
-                what = "a longer prompt was computed"
-                self._expect_loaded(session, shorter, whole - BLOCK_SIZE, what)
+                case = "a longer prompt was computed"
+                self._expect_loaded(session, shorter, whole - BLOCK_SIZE, case)
             if self.keeps:
                 with self._session(folder) as session:
                     again = Add(0, _PROMPT, MAX_TOKENS)
@@ -173,13 +173,15 @@ class KVConnectorSuite(ComponentSuite):
                 "with another configuration": (None, "other"),
                 "with blocks of another size": ({"kv_cache": {"block_size": 8}}, "model"),
             }
-            for what, (extra, model) in others.items():
+            for difference, (extra, model) in others.items():
                 with self._session(folder, extra, model) as session:
                     session.play([Add(0, _PROMPT, MAX_TOKENS)])
                     if WITNESS.mismatches:
-                        raise FOREIGN.violation(f"in an engine {what}, {WITNESS.mismatches[0]}")
+                        raise FOREIGN.violation(
+                            f"in an engine {difference}, {WITNESS.mismatches[0]}"
+                        )
                     if count := session.requests["r0"].cached:
-                        raise FOREIGN.violation(f"an engine {what} loaded {count} tokens")
+                        raise FOREIGN.violation(f"an engine {difference} loaded {count} tokens")
 
     @checks(TIME)
     def test_time(self) -> None:
@@ -239,7 +241,7 @@ class KVConnectorSuite(ComponentSuite):
         for half, before, after in zip(session.watch.halves, *sizes, strict=True):
             if after - before >= _WAVE:
                 raise MEMORY.violation(
-                    f"what a {type(half).__name__} refers to grew from {before} to {after} "
+                    f"objects referenced by a {type(half).__name__} grew from {before} to {after} "
                     f"elements by {2 * _WAVE} requests of prompts that it knew"
                 )
 
@@ -288,11 +290,11 @@ class KVConnectorSuite(ComponentSuite):
         }
         for table, values in self.config.items():
             config[table] = config.get(table, {}) | values
-        found: dict[str, Any] = _filled_in(config, str(folder))
-        return found
+        options: dict[str, Any] = _filled_in(config, str(folder))
+        return options
 
     def _expect(self, live: Live) -> None:
-        """Check the tokens of a request, whole or those until it was aborted."""
+        """Check the tokens of a request: all, or up to the abort."""
         name = f"a request of {live.add.length} tokens, {live.cached} of them not computed,"
         if live.error is not None:
             raise TOKENS.violation(f"{name} ended with an error: {live.error}")
@@ -407,8 +409,8 @@ class KVConnectorSuite(ComponentSuite):
             session.play([Do("reset"), *adds])
             self.disturb(folder, RELIABLE)
             assert session.watch is not None
-            found = session.watch.slowest.items()
-            return {m: s for m, s in found if m in _QUICK and s > self.call_seconds}
+            slowest = session.watch.slowest.items()
+            return {m: s for m, s in slowest if m in _QUICK and s > self.call_seconds}
 
     def _check_ranks(self, size: tuple[int, int]) -> None:
         tensor, pipeline = size
@@ -416,7 +418,7 @@ class KVConnectorSuite(ComponentSuite):
             "executor": {"use": "multiproc"},
             "parallel": {"tensor": tensor, "pipeline": pipeline},
         }
-        what = f"with parallel.tensor = {tensor} and parallel.pipeline = {pipeline}"
+        division = f"with parallel.tensor = {tensor} and parallel.pipeline = {pipeline}"
         with self._folder() as folder, self._session(folder, extra) as session:
             try:
                 session.play(
@@ -427,7 +429,7 @@ class KVConnectorSuite(ComponentSuite):
                     add = Add(family, _PROMPT, MAX_TOKENS)
                     self._expect_loaded(session, add, whole, "the prefix cache was reset")
             except Violation as violation:
-                raise RANKS.violation(f"{what}, {violation.observed}") from violation
+                raise RANKS.violation(f"{division}, {violation.observed}") from violation
 
 
 _QUICK = (
@@ -446,7 +448,7 @@ _DOES = {
     RELIABLE: "works",
     "slow": "is slow",
     "forgets": "forgets blocks",
-    "lies": "says what is not true",
+    "lies": "returns wrong results",
     "damaged": "returns damaged blocks",
     "foreign": "returns blocks of other keys",
     "cut": "returns parts of blocks",

@@ -29,7 +29,7 @@ LEASES = Rule(
 )
 WAITS = Rule(
     "waits: fetch waits for a block that is not there yet, and ends in time in any case",
-    "let the peer answer when the block comes, and limit every wait by what is left of the time",
+    "let the peer answer when the block comes, and limit every wait by the rest of the time",
 )
 
 _COUNT = 6
@@ -40,7 +40,7 @@ _THREADS = 4
 
 
 class PeerKVStoreSuite(KVStoreSuite):
-    """Base class of a test class for a `PeerKVStore`: the rules of stores, and those of peers.
+    """Base class of a test class for a `PeerKVStore`: the rules of stores and of peers.
 
     It overrides `peer_options`.
     """
@@ -62,7 +62,7 @@ class PeerKVStoreSuite(KVStoreSuite):
         self._run_checks(OFFERS.text, self._in_pair(self._check_peers))
 
     def test_offers(self) -> None:
-        """One engine fetches what the other offers: once, whole, also when threads compete for it.
+        """One engine fetches an offer of the other once and whole, also when threads compete.
         `lookup` and `load` do not find it.
         """
         self._run_checks(
@@ -73,7 +73,7 @@ class PeerKVStoreSuite(KVStoreSuite):
 
     def test_leases(self) -> None:
         """An offer that no one renews is gone after its time. Both sides can renew it; renewing
-        what is not there does nothing.
+        a missing offer does nothing.
         """
         self._run_checks(
             LEASES.text,
@@ -119,8 +119,8 @@ class PeerKVStoreSuite(KVStoreSuite):
         engines = []
         try:
             for engine_id, peer in (("one", "two"), ("two", "one")):
-                given = self.peer_options(folder, engine_id, peer)
-                open_store = functools.partial(self._open, given, engine_id=engine_id)
+                options = self.peer_options(folder, engine_id, peer)
+                open_store = functools.partial(self._open, options, engine_id=engine_id)
                 engine = _PeerEngine(open_store, sizes, keys, 0, self.timeout_seconds)
                 engine.id, engine.offered = engine_id, offered
                 engine.open()
@@ -131,8 +131,8 @@ class PeerKVStoreSuite(KVStoreSuite):
                 if engine.is_open:
                     engine.close()
 
-    def _check_peers(self, one: _PeerEngine, two: _PeerEngine) -> None:
-        for engine, other in ((one, two), (two, one)):
+    def _check_peers(self, first: _PeerEngine, two: _PeerEngine) -> None:
+        for engine, other in ((first, two), (two, first)):
             if engine.session.peers != frozenset({other.id}):
                 raise OFFERS.violation(
                     f"the peers of engine {engine.id!r} are {engine.session.peers!r}, expected "
@@ -140,8 +140,8 @@ class PeerKVStoreSuite(KVStoreSuite):
                     "return the ids that the options name, without the engine's own",
                 )
 
-    def _check_offers(self, one: _PeerEngine, two: _PeerEngine) -> None:
-        for giver, taker in ((one, two), (two, one)):
+    def _check_offers(self, first: _PeerEngine, two: _PeerEngine) -> None:
+        for giver, taker in ((first, two), (two, first)):
             for index in range(_COUNT):
                 if not giver.session.offer(index, _LONG):
                     raise OFFERS.violation(f"offer refused block {index + 1} of {_COUNT}")
@@ -151,89 +151,89 @@ class PeerKVStoreSuite(KVStoreSuite):
                     engine.session.load(index)
             for index in range(_COUNT):
                 if not taker.session.fetch(giver.id, index, _LONG):
-                    raise OFFERS.violation(f"fetch of key {index} did not find what was offered")
+                    raise OFFERS.violation(f"fetch of key {index} did not find the offered block")
                 if taker.session.fetch(giver.id, index, _SHORT / 6):
                     raise OFFERS.violation(f"key {index} could be fetched twice")
 
-    def _check_one_of_many(self, one: _PeerEngine, two: _PeerEngine) -> None:
+    def _check_one_of_many(self, first: _PeerEngine, two: _PeerEngine) -> None:
         """Let threads fetch the same blocks."""
         for index in range(_COUNT):
-            one.session.offer(index, _LONG)
-            found: list[bool] = []
+            first.session.offer(index, _LONG)
+            results: list[bool] = []
 
-            def fetch(index: int = index, found: list[bool] = found) -> None:
-                found.append(two.session.fetch(one.id, index, _SHORT / 3))
+            def fetch(index: int = index, results: list[bool] = results) -> None:
+                results.append(two.session.fetch(first.id, index, _SHORT / 3))
 
             two.run(*[fetch] * _THREADS)
-            if sum(found) != 1:
-                raise OFFERS.violation(f"of {_THREADS} threads, {sum(found)} fetched one block")
+            if sum(results) != 1:
+                raise OFFERS.violation(f"of {_THREADS} threads, {sum(results)} fetched one block")
 
-    def _check_end(self, one: _PeerEngine, two: _PeerEngine) -> None:
-        one.session.offer(0, _SHORT)
-        one.session.offer(1, _LONG)
+    def _check_end(self, first: _PeerEngine, two: _PeerEngine) -> None:
+        first.session.offer(0, _SHORT)
+        first.session.offer(1, _LONG)
         time.sleep(2 * _SHORT)
-        if two.session.fetch(one.id, 0, _SHORT):
+        if two.session.fetch(first.id, 0, _SHORT):
             raise LEASES.violation(
                 f"a block that was offered for {_SHORT} s was there after {2 * _SHORT} s"
             )
-        if not two.session.fetch(one.id, 1, _LONG):
+        if not two.session.fetch(first.id, 1, _LONG):
             raise LEASES.violation(f"a block that was offered for {_LONG} s was not there")
 
-    def _check_renewal(self, one: _PeerEngine, two: _PeerEngine) -> None:
+    def _check_renewal(self, first: _PeerEngine, two: _PeerEngine) -> None:
         for index in (0, 1):
-            one.session.offer(index, 2 * _SHORT)
+            first.session.offer(index, 2 * _SHORT)
         for _ in range(6):
             time.sleep(_SHORT / 2)
-            one.session.renew(0)
-            two.session.renew(1, one.id)
-            for engine, peer in ((one, None), (two, one.id)):
+            first.session.renew(0)
+            two.session.renew(1, first.id)
+            for engine, peer in ((first, None), (two, first.id)):
                 engine.session.renew(2, peer)  # was not offered
         for index, side in ((0, "offers"), (1, "fetches")):
-            if not two.session.fetch(one.id, index, _LONG):
+            if not two.session.fetch(first.id, index, _LONG):
                 raise LEASES.violation(f"a block was gone that the engine that {side} it renewed")
-        if two.session.fetch(one.id, 2, _SHORT):
-            raise LEASES.violation("renew made a block of one that was not offered")
+        if two.session.fetch(first.id, 2, _SHORT):
+            raise LEASES.violation("renew made a block of a key without an offer")
 
-    def _check_early_fetch(self, one: _PeerEngine, two: _PeerEngine) -> None:
-        found: list[bool] = []
+    def _check_early_fetch(self, first: _PeerEngine, two: _PeerEngine) -> None:
+        results: list[bool] = []
 
         def offer() -> None:
-            until(lambda: bool(found or two.session.calls), _LONG)  # fetch was called
+            until(lambda: bool(results or two.session.calls), _LONG)  # fetch was called
             time.sleep(_SHORT)
-            one.session.offer(0, _LONG)
+            first.session.offer(0, _LONG)
 
-        two.run(lambda: found.append(two.session.fetch(one.id, 0, 4 * _SHORT)), offer)
-        if found != [True]:
+        two.run(lambda: results.append(two.session.fetch(first.id, 0, 4 * _SHORT)), offer)
+        if results != [True]:
             raise WAITS.violation(
                 f"a block that was offered {_SHORT} s after the fetch, which had {4 * _SHORT} s, "
                 f"was not found"
             )
-        self._fetch_in_vain(two, one, "of a block that was never offered")
+        self._fetch_in_vain(two, first, "of a block that was never offered")
 
-    def _check_loss(self, one: _PeerEngine, two: _PeerEngine) -> None:
-        one.session.offer(0, _LONG)
-        if not two.session.fetch(one.id, 0, _LONG):
-            raise OFFERS.violation("fetch did not find what was offered")
-        one.close()
-        self._fetch_in_vain(two, one, "from an engine that has ended")
+    def _check_loss(self, first: _PeerEngine, two: _PeerEngine) -> None:
+        first.session.offer(0, _LONG)
+        if not two.session.fetch(first.id, 0, _LONG):
+            raise OFFERS.violation("fetch did not find the offered block")
+        first.close()
+        self._fetch_in_vain(two, first, "from an engine that has ended")
 
-    def _fetch_in_vain(self, two: _PeerEngine, one: _PeerEngine, what: str) -> None:
+    def _fetch_in_vain(self, two: _PeerEngine, first: _PeerEngine, reason: str) -> None:
         began = time.monotonic()
         try:
-            is_there = two.session.fetch(one.id, 1, _SHORT)
-        except Violation as found:
-            if found.rule != CALLS.text:  # it may raise what its connection raises
+            is_there = two.session.fetch(first.id, 1, _SHORT)
+        except Violation as violation:
+            if violation.rule != CALLS.text:  # it may raise what its connection raises
                 raise
             is_there = False
         seconds = time.monotonic() - began
         if is_there or seconds > _SHORT + _SLACK_SECONDS:
             raise WAITS.violation(
-                f"a fetch {what}, which had {_SHORT} s, returned {is_there} after {seconds:.1f} s"
+                f"a fetch {reason}, which had {_SHORT} s, returned {is_there} after {seconds:.1f} s"
             )
 
 
 class _PeerSession(StoreSession):
-    """Calls a store, and checks what it answers; what is offered is apart from what is stored."""
+    """Calls a store and checks its results; offered blocks are separate from stored blocks."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class _PeerSession(StoreSession):
         Args:
             store: an open one.
             sizes: sizes of the parts of its buffers.
-            offered: what the engines have offered, under the same keys.
+            offered: offers of the engines, under the same keys.
         """
         super().__init__(store, sizes, blocks, seconds)
         self._peer_store = store

@@ -1,4 +1,4 @@
-"""Attention that notices when a slot of the KV cache does not hold what it should."""
+"""Attention that detects wrong contents in slots of the KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SlotWitness:
     """The records of `WitnessAttention` in this process.
 
     Attributes:
-        mismatches: what was read that is not what should be there, by steps that have ended.
+        mismatches: wrong reads of steps that have ended.
     """
 
     mismatches: list[str] = field(default_factory=list)
@@ -33,14 +33,14 @@ class SlotWitness:
         self._step.append((block, mismatch))
 
     def drop_step(self) -> None:
-        """Forget the running step, whose result is lost."""
+        """Drop the running step because its result is lost."""
         self._step = []
 
     def end_step(self, failed: Collection[int]) -> None:
-        """Keep what the step has read wrongly, but for what it may.
+        """Record the wrong reads of the step, except permitted ones.
 
         Args:
-            failed: blocks that the connector reports as not loaded, whose results are dropped.
+            failed: blocks that the connector reports as not loaded; their results are dropped.
         """
         self.mismatches += [text for block, text in self._step if block not in failed]
         self._step = []
@@ -53,8 +53,8 @@ WITNESS = SlotWitness()
 class WitnessAttention(HistoryAttention):
     """Stores with each token the hash of the history that it saw, as keys of a real model depend.
 
-    Whatever is read must have been computed from the tokens before it. If it was not, that is
-    noted, and all that follows differs. Otherwise results are those of `HistoryAttention`.
+    All contents read must have been computed from the tokens before it. Otherwise a mismatch is
+    recorded, and all later results differ. Correct results are the same as of `HistoryAttention`.
     """
 
     contract = 1
@@ -113,8 +113,10 @@ class WitnessAttention(HistoryAttention):
 
 
 def _mismatch(position: int, block: int, offset: int, held: int) -> str:
-    what = "nothing" if not held else "keys and values of another history"
-    return f"for position {position} a request read slot {offset} of block {block}, it holds {what}"
+    content = "nothing" if not held else "keys and values of another history"
+    return (
+        f"for position {position} a request read slot {offset} of block {block}, it holds {content}"
+    )
 
 
 def _next(value: int, token: int) -> int:

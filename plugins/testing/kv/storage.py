@@ -1,4 +1,4 @@
-"""Storage that fails: a KV store that fails as a test asks, and folders whose files change."""
+"""Storage with faults: a KV store with scripted failures, and folders with changing files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hardpoint.testing.suite import Rule
 
 RELIABLE = "reliable"
 FAULTS = ("slow", "forgets", "lies", "damaged", "foreign", "cut", "raises", "dead")
-"""Storage answers late, loses blocks, gives wrong answers, returns damaged blocks, those of other
+"""Storage answers late, loses blocks, gives wrong answers, returns damaged blocks, blocks of other
 keys or parts of them, raises in each call, or does not answer."""
 
 WRITES = Rule("release: nothing is written after close", "join the threads that write in close()")
@@ -54,7 +54,7 @@ def storage_at(place: str) -> Storage:
 
 
 def forget_storage(place: str) -> None:
-    """Let go of what is stored at a place."""
+    """Drop the contents of a place."""
     if (storage := _STORAGES.pop(place, None)) is not None:
         storage.become(RELIABLE)
 
@@ -80,7 +80,7 @@ class UnreliableStore(KVStore):
         self._storage = storage_at(self.options.place)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which keys have blocks, or what the fault makes of it."""
+        """Return the lookup result, modified by the fault."""
         storage = self._storage
         self._fail(storage)
         if storage.fault == "lies":
@@ -96,7 +96,7 @@ class UnreliableStore(KVStore):
         return True
 
     def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
-        """Return a block, or what the fault makes of it."""
+        """Load a block, modified by the fault."""
         storage = self._storage
         self._fail(storage)
         if storage.fault == "lies":

@@ -15,7 +15,7 @@ _SCRIBBLE = b"\x5a"
 
 @lru_cache(256)
 def block_bytes(index: int, version: int, size: int) -> bytes:
-    """Return the bytes of a block: a version of what is stored under a key."""
+    """Return the bytes of a version of a block."""
     return hashlib.shake_128(f"{index} {version}".encode()).digest(size)
 
 
@@ -111,7 +111,7 @@ class StoredBlocks:
             self.kept.discard(index)
 
     def versions(self, index: int) -> list[int]:
-        """Return the versions of a block, any of which may be there."""
+        """Return the possible versions of a stored block."""
         return sorted(self._versions[index].copy())
 
     def forget(self) -> None:

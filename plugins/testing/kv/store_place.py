@@ -14,14 +14,14 @@ from .store_blocks import StoredBlocks
 from .store_session import CALLS, StoreSession
 
 OpenStore = Callable[[Sequence[int], int, Callable[[str], None]], KVStore]
-"""Opens a store: sizes, rank, and what it calls to report a fault."""
+"""Opens a store: sizes, rank, and the callback that reports a fault."""
 
 _SWITCH_SECONDS = 1e-5
 _SLACK_SECONDS = 5.0
 
 
 class Place:
-    """An open store, and what its place holds.
+    """An open store and the contents of its place.
 
     Attributes:
         session: session of the store.
@@ -110,7 +110,7 @@ def switching_often() -> Iterator[None]:
 def run_at_once(
     programs: Sequence[Callable[[], object]], seconds: float, calls: Callable[[], Sequence[str]]
 ) -> None:
-    """Run programs in a thread each; raise what the first one raised.
+    """Run programs in a thread each; raise the first exception.
 
     Args:
         programs: at least one.

@@ -16,8 +16,8 @@ from hardpoint.testing.suite import Rule, Violation, short_repr
 from .store_blocks import StoredBlocks, WatchedBuffer, block_bytes
 
 CALLS = Rule(
-    "calls: every call returns, and raises only what its storage fails with",
-    "answer False for what is not there and for what there is no room",
+    "calls: every call returns, and raises only errors of its storage",
+    "return False for a missing block, and for a block without space",
 )
 RESULTS = Rule(
     "results: lookup returns a bool per key, store and load a bool or a Future of one",
@@ -29,23 +29,23 @@ CONTENT = Rule(
     "it is complete",
 )
 KEPT = Rule(
-    "kept: a block that store says is kept can be loaded, while there is room",
+    "kept: a block that store reported as kept can be loaded, while there is room",
     "return True only when load finds the block from now on, and drop others before it",
 )
 LOOKUP = Rule(
-    "lookup: it says of each key up to the first that is not there whether load finds it",
+    "lookup: for each key up to the first missing one, it reports whether load finds it",
     "look in the same index as load does",
 )
 BORROWED = Rule(
     "borrowed: a buffer is the store's only until the call returns or its future is done",
-    "copy what store gets, be done with writing when load returns, and use only the memory given",
+    "copy the buffer in store, write nothing after load returns, and use only the given memory",
 )
 
 _MOST_BUFFERS = 200  # of loads that are watched
 
 
 class StoreSession:
-    """Calls a store, and checks what it answers; used by several threads."""
+    """Calls a store and checks its results; used by several threads."""
 
     def __init__(
         self, store: KVStore, sizes: Sequence[int], blocks: StoredBlocks, seconds: float
@@ -92,13 +92,13 @@ class StoreSession:
         self, method: str, call: Callable[[bytes, BlockBuffer], Any], index: int, version: int
     ) -> bool:
         buffer = WatchedBuffer(self._sizes)
-        given = block_bytes(index, version, buffer.size)
-        buffer.fill(given)
+        data = block_bytes(index, version, buffer.size)
+        buffer.fill(data)
         key, block = self._blocks.keys[index], buffer.block.read_only()
-        with self.calling(what := f"{method} of key {index}"):
-            is_kept = self._answer(call(key, block), what)
-        if buffer.data() != given or not buffer.has_guards():
-            raise BORROWED.violation(f"{what} changed the buffer that it was to keep")
+        with self.calling(call_name := f"{method} of key {index}"):
+            is_kept = self._answer(call(key, block), call_name)
+        if buffer.data() != data or not buffer.has_guards():
+            raise BORROWED.violation(f"{call_name} changed the buffer that it was to keep")
         buffer.scribble()
         return is_kept
 
@@ -121,12 +121,12 @@ class StoreSession:
     ) -> bytes | None:
         """Get a block as `_receive` does; return its bytes if it was there."""
         buffer = WatchedBuffer(self._sizes)
-        with self.calling(what := f"{method} of key {index}"):
-            is_there = self._answer(call(self._blocks.keys[index], buffer.block), what)
+        with self.calling(call_name := f"{method} of key {index}"):
+            is_there = self._answer(call(self._blocks.keys[index], buffer.block), call_name)
         if not buffer.has_guards():
-            raise BORROWED.violation(f"{what} wrote outside of its buffer")
+            raise BORROWED.violation(f"{call_name} wrote outside of its buffer")
         if is_there:
-            self._check_content(what, index, buffer, blocks)
+            self._check_content(call_name, index, buffer, blocks)
         data = buffer.data() if is_there else None
         buffer.scribble()
         if len(self._loaded) < _MOST_BUFFERS:
@@ -138,7 +138,7 @@ class StoreSession:
         is_there = self.load(index)
         if not is_there and index in self._blocks.kept:
             raise KEPT.violation(
-                f"store said that the block of key {index} is kept, and load does not find it{why}"
+                f"store reported the block of key {index} as kept, and load does not find it{why}"
             )
         return is_there
 
@@ -146,32 +146,32 @@ class StoreSession:
         """Look up keys."""
         keys = [self._blocks.keys[index] for index in indexes]
         with self.calling(f"lookup of {len(keys)} keys"):
-            found: Any = self._store.lookup(keys)
-        if not isinstance(found, Sequence) or len(found) != len(keys):
-            raise RESULTS.violation(f"lookup of {len(keys)} keys returned {short_repr(found)}")
-        if wrong := [one for one in found if not isinstance(one, bool)]:
+            reported: Any = self._store.lookup(keys)
+        if not isinstance(reported, Sequence) or len(reported) != len(keys):
+            raise RESULTS.violation(f"lookup of {len(keys)} keys returned {short_repr(reported)}")
+        if wrong := [item for item in reported if not isinstance(item, bool)]:
             raise RESULTS.violation(f"lookup returned {short_repr(wrong[0])} for a key")
-        for index, one in zip(indexes, found, strict=True):
-            if one and not self._blocks.versions(index):
+        for index, is_found in zip(indexes, reported, strict=True):
+            if is_found and not self._blocks.versions(index):
                 raise LOOKUP.violation(f"it found key {index}, under which nothing was stored")
-        return list(found)
+        return list(reported)
 
     def check_lookup(self, indexes: Sequence[int]) -> None:
-        """Look up keys, and load those that are there, and the first that is not.
+        """Look up keys, load the present ones and the first missing one, and compare.
 
         Raises:
             Violation: lookup is wrong; no other caller may use the store.
         """
-        found = self.lookup(indexes)
-        first_miss = found.index(False) if False in found else len(found)
-        for place, (index, reported) in enumerate(zip(indexes, found, strict=True)):
+        results = self.lookup(indexes)
+        first_miss = results.index(False) if False in results else len(results)
+        for place, (index, reported) in enumerate(zip(indexes, results, strict=True)):
             if place > first_miss and not reported:
                 continue
             is_there = self.check_kept(index)
             if is_there != reported:
                 verb = "finds" if is_there else "does not find"
                 raise LOOKUP.violation(
-                    f"lookup of the keys {list(indexes)} returned {found}, and load "
+                    f"lookup of the keys {list(indexes)} returned {results}, and load "
                     f"{verb} key {index}"
                 )
 
@@ -197,10 +197,10 @@ class StoreSession:
                 raise BORROWED.violation("a buffer was written after the call had returned")
 
     @contextmanager
-    def calling(self, what: str) -> Iterator[None]:
-        """Note the running call; make a violation of what it raises."""
+    def calling(self, call: str) -> Iterator[None]:
+        """Record the running call; convert its exceptions to violations."""
         thread = threading.get_ident()
-        self._calls[thread] = what
+        self._calls[thread] = call
         try:
             yield
         except Violation:
@@ -208,11 +208,11 @@ class StoreSession:
         except Exception as cause:
             is_write = isinstance(cause, TypeError) and "read-only" in str(cause)
             rule = BORROWED if is_write else CALLS
-            raise rule.violation(f"{what} raised {type(cause).__name__}: {cause}") from cause
+            raise rule.violation(f"{call} raised {type(cause).__name__}: {cause}") from cause
         finally:
             del self._calls[thread]
 
-    def _answer(self, result: Any, what: str) -> bool:
+    def _answer(self, result: Any, call: str) -> bool:
         answer = result
         if isinstance(result, Future):
             try:
@@ -221,28 +221,28 @@ class StoreSession:
                 if result.done():
                     raise
                 raise RESULTS.violation(
-                    f"the future of {what} was not done after {self._seconds:g} s",
+                    f"the future of {call} was not done after {self._seconds:g} s",
                     "set its result in every case",
                 ) from None
         if not isinstance(answer, bool):
-            raise RESULTS.violation(f"{what} returned {short_repr(result)}")
+            raise RESULTS.violation(f"{call} returned {short_repr(result)}")
         return answer
 
     def _check_content(
-        self, what: str, index: int, buffer: WatchedBuffer, blocks: StoredBlocks
+        self, call: str, index: int, buffer: WatchedBuffer, blocks: StoredBlocks
     ) -> None:
         data, versions = buffer.data(), blocks.versions(index)
         if any(data == block_bytes(index, version, buffer.size) for version in versions):
             return
         if buffer.is_scribbled():
-            raise CONTENT.violation(f"{what} returned True, and wrote nothing")
+            raise CONTENT.violation(f"{call} returned True, and wrote nothing")
         for other in range(len(blocks.keys)):
             for version in blocks.versions(other):
                 if data == block_bytes(other, version, buffer.size):
-                    raise CONTENT.violation(f"{what} gave the block of key {other}")
+                    raise CONTENT.violation(f"{call} gave the block of key {other}")
         if not versions:
-            raise CONTENT.violation(f"{what} returned True, and nothing was stored under it")
-        raise CONTENT.violation(f"{what} gave {self._describe_parts(index, data, versions)}")
+            raise CONTENT.violation(f"{call} returned True, and nothing was stored under it")
+        raise CONTENT.violation(f"{call} gave {self._describe_parts(index, data, versions)}")
 
     def _describe_parts(self, index: int, data: bytes, versions: Sequence[int]) -> str:
         parts, start = [], 0

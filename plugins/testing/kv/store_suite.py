@@ -34,27 +34,27 @@ from .store_session import (
 
 LIMIT = Rule(
     "limit: a store with a size keeps no more than that, and goes on to work",
-    "count what is kept with its overhead, and drop old blocks before a new one is written",
+    "count the kept blocks with their overhead, and drop old blocks before a new one is written",
 )
 SHARED = Rule(
     "shared: stores of one place serve each other's blocks once they are drained",
-    "keep the index where the blocks are, and look there for what others have stored",
+    "keep the index next to the blocks, and look there for blocks of other stores",
 )
 DURABLE = Rule(
-    "durable: what was drained is there after close and in the next process",
+    "durable: drained blocks are present after close and in the next process",
     "let drain wait for everything that store has accepted, with its index",
 )
 REPLACED = Rule(
     "replaced: a block that is stored takes the place of the old one under its key",
-    "overwrite what is there, which may be damaged, unless it has the same bytes",
+    "overwrite the present block, which may be damaged, unless it has the same bytes",
 )
 DRAIN = Rule(
     "drain: it returns, at any time and more than once",
-    "wait only for what was stored before",
+    "wait only for earlier stores",
 )
 CLOSE = Rule(
     "close: it releases threads, connections and files",
-    "let close end what the constructor and calls have begun",
+    "end in close all threads and files of the constructor and of calls",
 )
 SPEED = Rule(
     "speed: lookup reads no blocks, and costs no more than its budget",
@@ -76,7 +76,7 @@ class StoreCall:
     Attributes:
         method: its name.
         keys: numbers of the keys.
-        version: version of what is stored.
+        version: version of the stored block.
     """
 
     method: str
@@ -84,10 +84,10 @@ class StoreCall:
     version: int = 0
 
     def __repr__(self) -> str:
-        given = [str(key) for key in self.keys]
+        parts = [str(key) for key in self.keys]
         if self.method == "store":
-            given.append(f"version={self.version}")
-        return f"{self.method}({', '.join(given)})"
+            parts.append(f"version={self.version}")
+        return f"{self.method}({', '.join(parts)})"
 
 
 _STORED_KEY = st.integers(0, _KEYS - _ABSENT - 1)
@@ -116,7 +116,7 @@ class KVStoreSuite(ComponentSuite):
     """
 
     kind = "kv_stores"
-    options_from = "the suite's `options`, or what place_options returns,"
+    options_from = "the suite's `options`, or the result of place_options,"
     store: ClassVar[type[KVStore]]
     shared: ClassVar[bool] = False
     durable: ClassVar[bool] = False
@@ -157,8 +157,8 @@ class KVStoreSuite(ComponentSuite):
 
     def test_content(self) -> None:
         """In any history of calls, `load` returns `True` only with a whole block that was stored
-        under this key. Of a block that is kept, it does. `lookup` answers what `load` does, for
-        each key up to the first that is not there. Nothing raises; no fault is reported.
+        under this key. It does so for a kept block. `lookup` agrees with `load`, for each key
+        up to the first missing one. Nothing raises; no fault is reported.
         """
 
         def check(sizes: Sequence[int], calls: Sequence[StoreCall]) -> None:
@@ -175,7 +175,7 @@ class KVStoreSuite(ComponentSuite):
 
     @checks(CONTENT)
     def test_keys(self) -> None:
-        """Keys are any 32 bytes, and all of them count: some are no text, and some differ in their
+        """Keys are any 32 bytes, and all of them count: some are not text, and some differ in their
         last bytes, or by case, only.
         """
         keys = unusual_keys()
@@ -204,15 +204,13 @@ class KVStoreSuite(ComponentSuite):
         self._run_checks(LOOKUP.text, *self._per_size(self._check_lookup))
 
     def test_buffers(self) -> None:
-        """A buffer is the store's only until the call returns or its future is done: what was
-        stored is copied, nothing is written later, or outside of it.
+        """A buffer belongs to the store only until the call returns or its future is done: the
+        store copies blocks, and writes nothing later or outside of the buffer.
         """
         self._run_checks(BORROWED.text, *self._per_size(self._check_buffers))
 
     def test_threads(self) -> None:
-        """Calls of several threads end, and each load finds one whole block of those that were
-        stored under the key.
-        """
+        """Concurrent calls end, and each load finds one whole block stored under the key."""
 
         def check(sizes: Sequence[int], seed: int) -> None:
             with self._place(sizes) as place, switching_often():
@@ -287,8 +285,8 @@ class KVStoreSuite(ComponentSuite):
         try:
             with releasing_all():
                 use()
-        except Violation as found:
-            raise CLOSE.violation(found.observed) from None
+        except Violation as violation:
+            raise CLOSE.violation(violation.observed) from None
 
     def test_speed(self) -> None:
         """`lookup` keeps its budget."""
@@ -324,17 +322,17 @@ class KVStoreSuite(ComponentSuite):
             return super()._checked_options(self._place_options(folder))
 
     def _place_options(self, folder: Path) -> Mapping[str, Any]:
-        given = self.place_options(folder)
-        if not isinstance(given, Mapping):
+        options = self.place_options(folder)
+        if not isinstance(options, Mapping):
             raise Violation("place_options returned no mapping", "return a dict of options")
-        return given
+        return options
 
     @contextmanager
     def _place_folder(self) -> Iterator[Path]:
         with temporary_folder("hardpoint-suite-") as folder:
-            own = folder / f"place{folder.name[-8:]}"
-            own.mkdir(mode=0o700)
-            yield own
+            place = folder / f"place{folder.name[-8:]}"
+            place.mkdir(mode=0o700)
+            yield place
 
     def _per_size(self, check: Callable[[Place], None]) -> Iterator[Callable[[], None]]:
         def in_place(sizes: Sequence[int]) -> None:
@@ -348,8 +346,8 @@ class KVStoreSuite(ComponentSuite):
         self, sizes: Sequence[int], keys: Sequence[bytes] = (), **options: Any
     ) -> Iterator[Place]:
         with self._place_folder() as folder:
-            given = {**self._place_options(folder), **options}
-            open_store = functools.partial(self._open, given)
+            all_options = {**self._place_options(folder), **options}
+            open_store = functools.partial(self._open, all_options)
             seconds = self.timeout_seconds
             place = Place(open_store, sizes, keys or make_keys(_KEYS), 0, seconds)
             try:
@@ -381,8 +379,8 @@ class KVStoreSuite(ComponentSuite):
 
     def _check_kept(self, place: Place) -> None:
         session = place.session
-        kept = [session.store(index, version) for version in range(2) for index in range(_KEYS)]
-        if not any(kept):
+        is_kept = [session.store(index, version) for version in range(2) for index in range(_KEYS)]
+        if not any(is_kept):
             raise KEPT.violation(
                 f"store returned False for each of {_KEYS} blocks, twice, in a new place",
                 "give it options with room for 64 blocks of 16 KiB; keep blocks",
@@ -393,19 +391,19 @@ class KVStoreSuite(ComponentSuite):
     def _check_replaced(self, place: Place) -> None:
         present = range(_KEYS - _ABSENT)
         for version in (0, 1, 2, 0):
-            kept = [index for index in present if place.session.store(index, version)]
-            for index in kept:
+            replaced = [index for index in present if place.session.store(index, version)]
+            for index in replaced:
                 self._check_newest(place, index, version)
         place.reopen(durable=self.durable)
-        for index in kept:
+        for index in replaced:
             self._check_newest(place, index, version)
 
     def _check_newest(self, place: Place, index: int, version: int) -> None:
-        found = place.session.version_of(index)
-        if found not in (None, version):
+        newest = place.session.version_of(index)
+        if newest not in (None, version):
             raise REPLACED.violation(
-                f"store said that it keeps version {version} of the block of key {index}, and load "
-                f"gave version {found}, which was stored before"
+                f"store reported version {version} of the block of key {index} as kept, and load "
+                f"gave version {newest}, which was stored before"
             )
 
     def _check_lookup(self, place: Place) -> None:
@@ -453,13 +451,13 @@ class KVStoreSuite(ComponentSuite):
         place.run(lambda: [session.check_kept(i, " after threads") for i in range(_KEYS)])
 
     def _check_other_size(self, place: Place) -> None:
-        """Load what was stored with buffers of another size: a file may be cut, or a key wrong."""
+        """Load blocks with buffers of another size: a file may be truncated, or a key wrong."""
         with place.other(self.sizes[1], place.blocks.keys, rank=1) as other:
             for index in range(_KEYS):
                 try:
                     is_there = other.session.load(index)
-                except Violation as found:
-                    is_there = found.rule == CONTENT.text
+                except Violation as violation:
+                    is_there = violation.rule == CONTENT.text
                     if not is_there:
                         raise
                 if is_there:
@@ -479,7 +477,7 @@ class KVStoreSuite(ComponentSuite):
                         session.check_lookup([index])
                         if not session.load(index):
                             raise KEPT.violation(
-                                f"store said that the block of key {index} is kept, and load "
+                                f"store reported the block of key {index} as kept, and load "
                                 f"does not find it right after, in a store that is full"
                             )
                     session.load(index // 2)
@@ -509,16 +507,16 @@ class KVStoreSuite(ComponentSuite):
                 sessions = (place.session, other.session)
                 place.run(functools.partial(self._exchange, *sessions))
 
-    def _exchange(self, one: StoreSession, two: StoreSession) -> None:
+    def _exchange(self, first: StoreSession, two: StoreSession) -> None:
         for index in range(_KEYS):
-            giver, taker = (one, two) if index % 2 else (two, one)
+            giver, taker = (first, two) if index % 2 else (two, first)
             is_kept = giver.store(index)
             giver.drain()
-            found = taker.lookup([index])
-            if is_kept and not (found[0] and taker.load(index)):
+            reported = taker.lookup([index])
+            if is_kept and not (reported[0] and taker.load(index)):
                 raise SHARED.violation(
                     f"one store keeps key {index} and was drained; for the other one, lookup "
-                    f"returned {found} and load did not find it"
+                    f"returned {reported} and load did not find it"
                 )
 
     def _check_durable(self, place: Place) -> None:

@@ -1,4 +1,4 @@
-"""The halves of a KV connector under watch: what they raise, return and how long they take."""
+"""A KV connector with monitored halves: exceptions, results and durations of their calls."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _Half = KVConnectorScheduler | KVConnectorWorker
 
 RAISES = Rule(
     "raises: no method of a half raises, whatever the storage does",
-    "catch what storage raises; what is not there or not right is not loaded, and what cannot be "
-    "stored is not kept",
+    "catch the errors of storage; a missing or wrong block is not loaded, and a block that cannot "
+    "be stored is not kept",
 )
 DATA = Rule(
-    "data: what the halves say to each other is plain data, for they are in different processes",
-    "return what msgspec converts to msgpack and back to the class attribute Metadata (for "
+    "data: messages between the halves are plain data, because they are in different processes",
+    "return values that msgspec converts to msgpack and back to the class attribute Metadata (for "
     "`build_connector_meta`) or Message (for `take_message`): structs, numbers, texts, bytes, "
     "lists",
 )
 RESULTS = Rule(
-    "results: each method returns what its contract says",
+    "results: each method returns a result as its contract states",
     "see `hardpoint.plugins.kv_connector`",
 )
 
@@ -96,7 +96,7 @@ class Watch:
         self.halves.append(half)
 
     def call(self, method: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a method; note what it raises, and how long it takes."""
+        """Call a method; record its exception and its duration."""
         began = time.monotonic()
         try:
             return function(*args)
@@ -162,8 +162,8 @@ class _WatchedScheduler(KVConnectorScheduler):
         is_right = is_right and (result[0] is None or (type(result[0]) is int and result[0] >= 0))
         expected = "(tokens >= 0 or None, whether they are loaded between steps)"
         self._watch.expect(name, result, expected, is_right=is_right)
-        found: tuple[int | None, bool] = result
-        return found
+        answer: tuple[int | None, bool] = result
+        return answer
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
@@ -188,8 +188,8 @@ class _WatchedScheduler(KVConnectorScheduler):
         is_right = is_right and (result[1] is None or isinstance(result[1], Mapping))
         expected = "(whether its blocks are kept, a mapping or None)"
         self._watch.expect(name, result, expected, is_right=is_right)
-        found: tuple[bool, Mapping[str, Any] | None] = result
-        return found
+        answer: tuple[bool, Mapping[str, Any] | None] = result
+        return answer
 
     def load_ended(self, request_id: str, failed: bool) -> None:
         self._watch.call("load_ended", self._half.load_ended, request_id, failed)

@@ -99,7 +99,7 @@ class BatchFixture:
 
         Args:
             tokens: one per request; see `allowed_tokens`.
-            requests: those that get one; all if empty.
+            requests: requests that get one; all if empty.
             logits: [requests, vocab] of the step; None is zeros.
 
         Raises:

@@ -107,9 +107,9 @@ class SimulatedBatch:
         """Append one token to each sampled request.
 
         Args:
-            sampled: those of `sampled_requests`.
+            sampled: the requests in `sampled_requests`.
             logits: logits of the step, [sampled, vocab].
-            processed: what `process` returned for them.
+            processed: result of `process` for them.
         """
         tokens = [_token(entry, self.subject.vocab_size) for entry in sampled]
         tokens = allowed_tokens(self.pipeline, processed, tokens)
@@ -182,7 +182,7 @@ def check_history(subject: Subject, cases: list[RequestCase], history: list[Hist
                 raise Violation(
                     f"in step {number}, with {len(sampled)} rows, {message}; the row belongs to "
                     f"{short_repr(replace(entry.case, outputs=tuple(entry.outputs)))}",
-                    "a row's result may depend on nothing but its own request: keep what belongs "
+                    "a row's result may depend on nothing but its own request: keep the state "
                     "to a request in its state (start, advance, device_state; observe, if it "
                     "depends on logits) or follow every BatchUpdate, key caches by rows.version, "
                     "and do not mix rows",

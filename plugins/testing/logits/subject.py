@@ -101,7 +101,7 @@ class Subject:
     """A processor class with the settings of its LogitsProcessorSuite.
 
     Attributes:
-        tokenizer: what `prepare` gets; None gives some requests the `default_tokenizer`.
+        tokenizer: tokenizer for `prepare`; None gives some requests the `default_tokenizer`.
         default_tokenizer: its ids are below `vocab_size`.
         rejections: the messages with which `prepare` rejected requests, in order.
     """
@@ -138,7 +138,7 @@ class Subject:
         except HardpointError as error:
             raise Violation(
                 f"the suite's `options` do not fit {self.cls.__name__}.Options: {error}",
-                "set `options` of the test class to what an operator would write",
+                "set `options` of the test class to the options of an operator",
             ) from None
 
     def build(
@@ -173,7 +173,7 @@ class Subject:
             return self.cls.uses(params)
         return self.cls.Arguments is LogitsPlugin.Arguments
 
-    def convert_arguments(self, given: Any) -> Any:
+    def convert_arguments(self, values: Any) -> Any:
         """Return arguments, validated as the frontend does.
 
         Raises:
@@ -181,45 +181,45 @@ class Subject:
         """
         try:
             path = f"plugin_args.{self.name}"
-            return typed.convert(given, self.cls.Arguments, path=path, str_keys=True)
+            return typed.convert(values, self.cls.Arguments, path=path, str_keys=True)
         except HardpointError as error:
             raise Violation(
-                f"{short_repr(given)} does not fit {self.cls.__name__}.Arguments: {error}",
-                "let the strategy `arguments` draw only what Arguments accepts; a processor that "
-                "every request uses must accept empty arguments",
+                f"{short_repr(values)} does not fit {self.cls.__name__}.Arguments: {error}",
+                "let the strategy `arguments` draw only values that Arguments accepts; a processor "
+                "that every request uses must accept empty arguments",
             ) from None
 
     def case(
         self,
-        given: Any,
+        values: Any,
         base: SamplingParams,
         prompt: Sequence[int] = (1,),
         outputs: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
     ) -> RequestCase:
-        """Return a request with prepared arguments; `given` None does not ask for the processor.
+        """Return a request with prepared arguments; `values` None does not ask for the processor.
 
         Raises:
             RequestRejectedError: `prepare` rejects it.
             Violation: `prepare` raises another exception, or returns something else.
         """
         params = base
-        if given is not None:
-            params = self._requesting_params(given, base)
+        if values is not None:
+            params = self._requesting_params(values, base)
         elif self.used_by_default(base):
-            given = {}
+            values = {}
         arguments = None
-        if given is not None:
-            converted = self.convert_arguments(given)
+        if values is not None:
+            converted = self.convert_arguments(values)
             arguments = self._prepared(converted, params, prompt, tokenizer)
         return RequestCase(arguments, params, tuple(prompt), tuple(outputs), self.stop_token_ids)
 
-    def _requesting_params(self, given: Any, base: SamplingParams) -> SamplingParams:
+    def _requesting_params(self, values: Any, base: SamplingParams) -> SamplingParams:
         """Return parameters that ask for the processor: by plugin_args or by its own fields."""
         if not self.cls.params_fields:
-            plugin_args = {**base.plugin_args, self.name: given}
+            plugin_args = {**base.plugin_args, self.name: values}
             return msgspec.structs.replace(base, plugin_args=plugin_args)
-        convert_arguments = self.convert_arguments(given)
+        convert_arguments = self.convert_arguments(values)
         fields = {
             f: getattr(convert_arguments, f)
             for f in self.cls.params_fields
@@ -252,7 +252,7 @@ class Subject:
             raise Violation(
                 f"prepare raised {type(cause).__name__}: {cause}, for {short_repr(arguments)}"
                 f"{' without a tokenizer' if tokenizer is None else ''}",
-                "let prepare reject a request by a ValueError, whose message reaches the user",
+                "let prepare reject a request by a ValueError; its message reaches the user",
             ) from cause
         if not isinstance(prepared, prepared_type(self.cls)):
             raise Violation(
@@ -278,7 +278,7 @@ class Subject:
             sampled_only: leave out greedy requests.
         """
         base = st.just(SamplingParams(max_tokens=None)) if params is None else params
-        given = st.just({}) if arguments is None else arguments
+        values = st.just({}) if arguments is None else arguments
         temperatures = st.just(_RANDOM) if sampled_only else st.sampled_from([_RANDOM, _GREEDY])
         uses = st.just(True) if users_only else st.sampled_from([True, True, False])
         prompts = drawn_tokens(self.vocab_size, min_size=1, max_size=8)
@@ -286,7 +286,7 @@ class Subject:
 
         def make(
             uses: bool,
-            given: Any,
+            values: Any,
             params: SamplingParams,
             temperature: float,
             prompt: list[int],
@@ -297,8 +297,8 @@ class Subject:
             case = None
             for tokenizer in tokenizers:
                 with contextlib.suppress(RequestRejectedError):
-                    asked = given if uses else None
-                    case = self._meeting_case(asked, params, prompt, outputs, tokenizer)
+                    requested = values if uses else None
+                    case = self._meeting_case(requested, params, prompt, outputs, tokenizer)
                     break
             if case is None:
                 reject()
@@ -306,10 +306,10 @@ class Subject:
             return case
 
         tokenizers = st.sampled_from(self._tokenizers())
-        return st.builds(make, uses, given, base, temperatures, prompts, outputs, tokenizers)
+        return st.builds(make, uses, values, base, temperatures, prompts, outputs, tokenizers)
 
     def _tokenizers(self) -> list[list[Tokenizer | None]]:
-        """Return the choices of what `prepare` gets: one after another, until it does not refuse.
+        """Return the choices of tokenizers for `prepare`, tried in order until one is accepted.
 
         An engine need not have a tokenizer, so each processor has to take that, or refuse it.
         """
@@ -319,29 +319,30 @@ class Subject:
 
     def _meeting_case(
         self,
-        given: Any,
+        values: Any,
         params: SamplingParams,
         prompt: list[int],
         outputs: list[int],
         tokenizer: Tokenizer | None,
     ) -> RequestCase:
-        """Return `case`, with the arguments' ids in the place of negative numbers.
+        """Return `case`, with the arguments' ids instead of negative numbers.
 
-        It is made again if `prepare` found other ids than were given, such as those of a text.
+        It is made again if `prepare` returned other ids than the arguments have, such as ids of a
+        text.
         """
 
         def make(ids: tuple[int, ...]) -> RequestCase:
             begun = [_meeting_token(number, ids) for number in prompt]
             generated = [_meeting_token(number, ids) for number in outputs]
-            case = self.case(given, params, begun, generated, tokenizer)
+            case = self.case(values, params, begun, generated, tokenizer)
             return replace(case, argument_ids=ids)
 
-        ids = token_ids_in(given, self.vocab_size)
+        ids = token_ids_in(values, self.vocab_size)
         case = make(ids)
-        found = token_ids_in(case.arguments, self.vocab_size)
-        if set(found) <= set(ids):
+        prepared_ids = token_ids_in(case.arguments, self.vocab_size)
+        if set(prepared_ids) <= set(ids):
             return case
-        return make((*found, *(token for token in ids if token not in found)))
+        return make((*prepared_ids, *(token for token in ids if token not in prepared_ids)))
 
 
 def drawn_tokens(
@@ -377,14 +378,14 @@ def _meeting_token(number: int, argument_ids: Sequence[int]) -> int:
 
 def token_ids_in(arguments: Any, vocab_size: int) -> tuple[int, ...]:
     """Return the numbers in arguments that may be token ids, in their order, and not too many."""
-    found: list[int] = []
+    ids: list[int] = []
     pending = [msgspec.to_builtins(arguments, str_keys=False)]
-    while pending and len(found) < _MOST_IDS:
+    while pending and len(ids) < _MOST_IDS:
         value = pending.pop()
         if isinstance(value, Mapping):
             pending += reversed([*value, *value.values()])
         elif isinstance(value, list | tuple | set):
             pending += reversed([*value])
         elif type(value) is int and 0 <= value < vocab_size:
-            found.append(value)
-    return tuple(found)
+            ids.append(value)
+    return tuple(ids)

@@ -55,9 +55,9 @@ class LogitsProcessorSuite(GeneralSuite):
         params: a strategy for the other SamplingParams of requests.
         vocab_size: width of the logits.
         stop_token_ids: the stop tokens of every request.
-        tokenizer: what `prepare` gets. None, the default: one token per byte for most requests, and
-            none for others; with a `vocab_size` below 257, for all.
-        reasoning: what `prepare` gets.
+        tokenizer: tokenizer for `prepare`. None, the default: one token per byte for most requests,
+            and none for others; with a `vocab_size` below 257, for all.
+        reasoning: reasoning markers for `prepare`.
         budget_us_per_row: maximum microseconds per row; None does not measure.
         budget_vocab_size: width of the logits for that measurement.
     """
@@ -189,33 +189,22 @@ class LogitsProcessorSuite(GeneralSuite):
         self._skip_without_drafts()
         if self._subject.observes:
             pytest.skip("it observes: test_drafts checks the forks, too")
-        self._search_cases(
-            "fork: advancing a forked state does not change the original",
-            60,
-            states.check_fork,
-            case=self._users(),
-            drafts=drawn_tokens(_DRAFTED, min_size=1, max_size=4),
-            seed=_SEEDS,
+        self._search_drafts(
+            "fork: advancing a forked state does not change the original", states.check_fork
         )
 
     def test_drafts(self) -> None:
-        """The row of a draft token equals that of a request which generated it; with `observe` row
-        after row, on forks.
+        """The row of a draft token equals the row of a request that generated it; with `observe`
+        row after row, on forks.
         """
         self._skip_without_drafts()
+        rule = "drafts: a draft's row equals the row of a request that generated the token"
         if self._subject.observes:
-            self._search_cases(
-                "drafts: a draft's row equals that of a request that generated the token",
-                60,
-                states.check_observed_drafts,
-                case=self._users(),
-                drafts=drawn_tokens(_DRAFTED, min_size=1, max_size=4),
-                seed=_SEEDS,
-            )
+            self._search_drafts(rule, states.check_observed_drafts)
             return
         drafts = st.lists(drawn_tokens(_DRAFTED, max_size=3), min_size=1, max_size=3)
         self._search_cases(
-            "drafts: a draft's row equals that of a request that generated the token",
+            rule,
             60,
             states.check_drafts,
             cases=self._several_users(),
@@ -228,7 +217,7 @@ class LogitsProcessorSuite(GeneralSuite):
         the logprob that it had, has the same state. So another engine can go on with a request.
         """
         if not self._subject.observes:
-            pytest.skip("it does not observe: test_advance checks what another engine starts")
+            pytest.skip("it does not observe: test_advance checks the states in another engine")
         if not self.processor.supports_resume:
             pytest.skip("supports_resume is False: no other engine goes on with its requests")
         self._search_cases(
@@ -293,7 +282,7 @@ class LogitsProcessorSuite(GeneralSuite):
         if self.processor.reads is Reads.HOST_IDS:
             pytest.skip("reads = Reads.HOST_IDS: it may read everything")
         self._search_cases(
-            "reads: only what is declared is read",
+            "reads: only declared inputs are read",
             60,
             claims.check_reads,
             cases=self._several_users(),
@@ -387,7 +376,7 @@ class LogitsProcessorSuite(GeneralSuite):
         )
 
     def _some_users(self, min_size: int, max_size: int) -> st.SearchStrategy[list[RequestCase]]:
-        """Return a strategy for requests of which some use the processor: at least one."""
+        """Return a strategy for requests, at least one with the processor."""
         cases = self._subject.cases(self.arguments, self.params)
         drawn = st.lists(cases, min_size=min_size, max_size=max_size)
         return drawn.filter(lambda cases: any(case.uses for case in cases))
@@ -415,11 +404,16 @@ class LogitsProcessorSuite(GeneralSuite):
 
         self._search(rule, examples, check_until_end, **strategies)
 
+    def _search_drafts(self, rule: str, check: Callable[..., None]) -> None:
+        """Run a check of a request with draft tokens on drawn cases."""
+        drafts = drawn_tokens(_DRAFTED, min_size=1, max_size=4)
+        self._search_cases(rule, 60, check, case=self._users(), drafts=drafts, seed=_SEEDS)
+
     def _nothing_drawn(self) -> Violation:
         rejections = self._rejections
         reason = f", the last time because {rejections[-1]!r}" if rejections else ""
         return Violation(
             f"{NOTHING_DRAWN}: prepare rejected everything from `arguments`{reason}",
-            "let the strategy `arguments` draw what prepare accepts; set vocab_size, "
+            "let the strategy `arguments` draw values that prepare accepts; set vocab_size, "
             "stop_token_ids, tokenizer, reasoning or params if it needs them",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from hardpoint.plugins import KVSpec
+from hardpoint.plugins import AttentionBackend, KVSpec
 from hardpoint.testing.suite import Rule, short_repr
 
-from .sequences import WholeHistory
+from .sequences import SequenceBlocks, WholeHistory
 
 RESULT = Rule(
     "result: attend returns a tensor of the shape, dtype and device of q",
@@ -38,14 +38,14 @@ SOFTCAP = Rule(
     "class attribute `softcaps` False: models that need it are refused then",
 )
 SINKS = Rule(
-    "sinks: each head has one more score, that of spec.sinks, whose value is 0",
+    "sinks: each head has one more score, from spec.sinks, with the value 0",
     "where spec.sinks is not None, add exp(sinks[head] - maximum) to each query's sum of weights, "
     "and read the tensor in each step; or leave the class attribute `has_sinks` False: "
     "models that need them are refused then",
 )
 SEES = Rule(
     "sees: a token sees the keys of its sequence up to the position in step.sees",
-    "mask the keys after step.sees, where the step has it, and not those after the token itself; "
+    "mask the keys after step.sees, where the step has it, not the keys after the token itself; "
     "windows begin where they do without it; or leave the class attribute `sees_ahead` False: "
     "models that need it are refused then",
 )
@@ -60,8 +60,8 @@ CACHE = Rule(
 )
 BLOCKS = Rule(
     "blocks: keys and values are written to plan.slots and read through plan.block_table",
-    "position p of sequence i is at block_table[i, p // block_size], offset p % block_size; what "
-    "else a block holds is of a sequence that has gone",
+    "position p of sequence i is at block_table[i, p // block_size], offset p % block_size; "
+    "other contents of a block are from a sequence that has gone",
 )
 SEQUENCES = Rule(
     "sequences: a token attends to no other sequence",
@@ -69,7 +69,7 @@ SEQUENCES = Rule(
     "beyond its length are padding and name a block of another sequence",
 )
 LAYERS = Rule(
-    "layers: any mix of steps, sequences and layers gives what plain attention gives",
+    "layers: any mix of steps, sequences and layers equals plain attention",
     "keep nothing of a layer in the backend or in the plan, which the step's layers share",
 )
 
@@ -86,23 +86,23 @@ PADDING = Rule(
 )
 GROUPS = Rule(
     "groups: layers of several windows share a cache, each with the blocks of its group",
-    "keep what a step needs in its plan, of which there is one for each group; blocks that the "
+    "keep the data of a step in its plan, one for each group; blocks that the "
     "window has passed are written to by others",
 )
 CODES = Rule(
-    "codes: with another kv_cache.dtype, what is read is the scales times the codes of each token "
+    "codes: with another kv_cache.dtype, values are the scales times the codes of each token "
     "and head",
     "store keys and values as AttentionBackend.cache_dtypes describes it, with a scale for each "
-    "token, head and side, and read all of them so, those of the step too; quantize_heads and "
+    "token, head and side, and read all of them so, also the step's own; quantize_heads and "
     "dequantize_heads of hardpoint.toolkit.kv_codes do it in torch",
 )
 CODED_STEPS = Rule(
-    "coded steps: codes and scales are those of the last token that was written to their slot",
+    "coded steps: codes and scales are from the last token that was written to their slot",
     "write the scales with the codes, to plan.slots, and read both through plan.block_table",
 )
 ROWS = Rule(
     "rows: a row of a sequence has the result that it has as the single query of a step",
-    "read all keys and values from the cache, those of the step too, and sum those of a row in the "
+    "read all keys and values from the cache, also the step's own, and sum a row's values in the "
     "same order however many rows, sequences and threads a step has; or leave `batch_invariant` of "
     "the suite False, which allows rows to differ within the tolerance",
 )
@@ -144,7 +144,7 @@ class AttentionCase:
     def specs(self, device: torch.device) -> list[KVSpec]:
         """Return one spec per layer; the sinks of heads differ."""
         generator = torch.Generator().manual_seed(0)
-        own = value_size(self.head_size) if self.shares_values else None
+        width = value_size(self.head_size) if self.shares_values else None
 
         def sinks(heads: int) -> torch.Tensor | None:
             drawn = torch.randn(heads, generator=generator) * 2
@@ -155,7 +155,7 @@ class AttentionCase:
                 *(num_heads, num_kv_heads, self.head_size, 0.4, window),
                 softcap=self.softcap,
                 sinks=sinks(num_heads),
-                value_size=own,
+                value_size=width,
             )
             for (num_heads, num_kv_heads), window in zip(self.heads, self.windows, strict=True)
         ]
@@ -199,9 +199,36 @@ def rows_cases(
     )
 
 
+def decode_step(
+    backend: AttentionBackend,
+    spec: KVSpec,
+    cache: Any,
+    blocks: SequenceBlocks,
+    inputs: Callable[[], Sequence[torch.Tensor]],
+) -> Callable[[int], None]:
+    """Return a function that runs a step of one token; a sequence ends after ten tokens.
+
+    Args:
+        backend: under test.
+        spec: spec of the layer.
+        cache: cache of the layer.
+        blocks: blocks of the cache.
+        inputs: returns q, k and v of a token.
+    """
+
+    def use(number: int) -> None:
+        plan = backend.plan(blocks.step([("a", 1)]))
+        with torch.inference_mode():
+            backend.attend(spec, cache, plan, *inputs())
+        if number % 10 == 9:
+            blocks.release("a")
+
+    return use
+
+
 @contextmanager
 def threads_of_torch(count: int) -> Iterator[None]:
-    """Let torch, and what uses its threads, have so many of them."""
+    """Set the number of threads of torch and of libraries that share its threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -220,7 +247,7 @@ def drawn_angles(
 
 
 def seen_ahead(generator: torch.Generator, counts: Sequence[tuple[str, int]]) -> list[int]:
-    """Return how many later tokens each token of a step sees: those of a span see all of it."""
+    """Return the number of later tokens that each token of a step sees: all of its span."""
     ahead: list[int] = []
     for _, count in counts:
         first, last = torch.randint(0, count, (2,), generator=generator).sort()[0].tolist()
@@ -266,7 +293,7 @@ def check_output(
     """Compare the result of a step with plain attention.
 
     Args:
-        rule: what is broken if it differs.
+        rule: the broken rule if it differs.
         out: the result.
         q: queries of the step.
         history: the layer, to which the step was appended.
@@ -279,10 +306,10 @@ def check_output(
     like = q if size is None else q[..., :size]
     got, wanted = ((x.dtype, list(x.shape), x.device) for x in (out, like))
     if got != wanted:
-        what = "q is" if size is None else "with value_size it should be"
+        expectation = "q is" if size is None else "with value_size it should be"
         raise RESULT.violation(
-            f"attend returned {got[0]} {got[1]} on {got[2]}, {what} {wanted[0]} {wanted[1]} on "
-            f"{wanted[2]}"
+            f"attend returned {got[0]} {got[1]} on {got[2]}, {expectation} "
+            f"{wanted[0]} {wanted[1]} on {wanted[2]}"
         )
     out = out.double().cpu()
     expected = history.attend(counts, q)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import ComponentSuite, first_device
+from hardpoint.testing.component_suite import GeneralComponentSuite, first_device
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 from hardpoint.toolkit.kv_codes import CODE_DTYPES
@@ -42,6 +44,7 @@ from .attention_cases import (
     RowsCase,
     check_output,
     copied,
+    decode_step,
     drawn_angles,
     rotated,
     rows_cases,
@@ -65,11 +68,11 @@ _NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
 _MOVED_LENGTHS = (17, 3, 1)
 
 
-class AttentionBackendSuite(ComponentSuite):
+class AttentionBackendSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `backend`, and `options` if it has some.
 
-    Each test is a situation, simple ones first, whose result is compared with plain attention in
-    float64. Where the result is that of a common mistake, the message names it.
+    Each test is a situation, simple ones first; its result is compared with plain attention in
+    float64. If the result shows a common mistake, the message names it.
 
     Attributes:
         backend: the class under test.
@@ -86,6 +89,7 @@ class AttentionBackendSuite(ComponentSuite):
     """
 
     kind = "attention_backends"
+    num_uses = 200
     backend: ClassVar[type[AttentionBackend]]
     device: ClassVar[str | None] = None
     dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
@@ -105,7 +109,7 @@ class AttentionBackendSuite(ComponentSuite):
         Args:
             spec: the layer.
             query: float64 [num_heads, head_size].
-            keys: float64 [visible, num_kv_heads, head_size]; those that the query may see.
+            keys: float64 [visible, num_kv_heads, head_size]; the keys that the query may see.
             values: like keys.
         """
         return softmax_attention(spec, query, keys, values)
@@ -154,8 +158,8 @@ class AttentionBackendSuite(ComponentSuite):
         self._compare(WINDOW, heads=self._equal_heads, windows=windows, names="a", steps=1)
 
     def test_softcap(self) -> None:
-        """Scores are limited to `spec.softcap`. A backend whose class does not state `softcaps =
-        True` is not asked to, and refuses models that have it.
+        """Scores are limited to `spec.softcap`. Only if the class states `softcaps = True`;
+        otherwise models with a softcap are rejected.
         """
         if not self._make(self.block_sizes[0]).softcaps:
             pytest.skip("`softcaps` of the backend is False")
@@ -170,8 +174,8 @@ class AttentionBackendSuite(ComponentSuite):
             )
 
     def test_sinks(self) -> None:
-        """Heads have sinks, in steps of all kinds, and the tensor is read in each. A backend whose
-        class does not state `has_sinks = True` is not asked to, and refuses models that have them.
+        """Heads have sinks, in steps of all kinds, and each step reads the tensor. Only if the
+        class states `has_sinks = True`; otherwise models with sinks are rejected.
         """
         if not self._make(self.block_sizes[0]).has_sinks:
             pytest.skip("`has_sinks` of the backend is False")
@@ -180,8 +184,8 @@ class AttentionBackendSuite(ComponentSuite):
             self._compare(SINKS, heads=heads, windows=windows, names="abc", steps=3, dtype=dtype)
 
     def test_sees_ahead(self) -> None:
-        """Tokens see later ones of the step, by `AttentionStep.sees`. A backend whose class does
-        not state `sees_ahead = True` is not asked to, and refuses models that need it.
+        """Tokens see later ones of the step, by `AttentionStep.sees`. Only if the class states
+        `sees_ahead = True`; otherwise models that need it are rejected.
         """
         if not self._make(self.block_sizes[0]).sees_ahead:
             pytest.skip("`sees_ahead` of the backend is False")
@@ -190,8 +194,8 @@ class AttentionBackendSuite(ComponentSuite):
             self._compare(SEES, heads=heads, windows=windows, names="abc", steps=3, dtype=dtype)
 
     def test_values(self) -> None:
-        """Values are the last elements of the keys, by `KVSpec.value_size`. A backend whose
-        `shares_values` is False is not asked to, and stores the keys of such layers twice.
+        """Values are the last elements of the keys, by `KVSpec.value_size`. Only if `shares_values`
+        is True; otherwise the backend stores the keys of such layers twice.
         """
         if not self._make(self.block_sizes[0]).shares_values:
             pytest.skip("`shares_values` of the backend is False")
@@ -256,8 +260,8 @@ class AttentionBackendSuite(ComponentSuite):
         self._run_checks(PADDING.text, *checks)
 
     def test_groups(self) -> None:
-        """Layers of several windows share a cache, each with the blocks of its group; those that a
-        window has passed are handed out again.
+        """Layers of several windows share a cache, each with the blocks of its group; blocks
+        outside of a window are allocated again.
         """
         self._compare(
             GROUPS,
@@ -285,8 +289,8 @@ class AttentionBackendSuite(ComponentSuite):
             )
 
     def test_codes(self) -> None:
-        """With each other `cache_dtypes`, the codes and scales of each token and head are what is
-        read of it, in the step that writes it and in later ones.
+        """With each other dtype in `cache_dtypes`, the stored codes and scales of each token and
+        head are read back, in the step that writes them and in later ones.
         """
         self._compare(CODES, heads=self.heads, windows=[None], names="a", steps=3)
 
@@ -371,19 +375,19 @@ class AttentionBackendSuite(ComponentSuite):
     @checks("memory: nothing grows with the number of steps")
     def test_memory(self) -> None:
         """Nothing grows with the number of steps."""
-        size = self.block_sizes[0]
-        backend = self._make(size)
+        fix = "keep the data of a step in its plan, and keys and values in the cache"
+        with self._in_use() as (backend, use):
+            for wave in without_growth(backend, 50, "the backend: in 50 steps", fix):
+                use(wave)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        backend = self._make(size := self.block_sizes[0])
         blocks = SequenceBlocks(_NUM_BLOCKS, size, self._device(), shuffled=False)
-        spec = KVSpec(*self.heads[0], self.head_sizes[0], 0.4)
-        cache, generator = backend.allocate(spec, _NUM_BLOCKS), torch.Generator().manual_seed(0)
-        fix = "keep what a step needs in its plan, and keys and values in the cache"
-        for wave in without_growth(backend, 50, "the backend: in 50 steps", fix):
-            plan = backend.plan(blocks.step([("a", 1)]))
-            tensors = self._inputs(generator, spec, 1, self.dtypes[0])
-            with torch.inference_mode():
-                backend.attend(spec, cache, plan, *tensors)
-            if wave % 10 == 9:
-                blocks.release("a")
+        spec, generator = KVSpec(*self.heads[0], self.head_sizes[0], 0.4), torch.Generator()
+        inputs = functools.partial(self._inputs, generator, spec, 1, self.dtypes[0])
+        cache = backend.allocate(spec, _NUM_BLOCKS)
+        yield InUse(backend, decode_step(backend, spec, cache, blocks, inputs))
 
     @property
     def _equal_heads(self) -> Sequence[tuple[int, int]]:
@@ -393,8 +397,8 @@ class AttentionBackendSuite(ComponentSuite):
         return first_device(self.backend, self.device)
 
     def _coded_dtypes(self) -> list[str]:
-        found = self._make(self.block_sizes[0]).cache_dtypes
-        return [name for name in CODE_DTYPES if name in found]
+        supported = self._make(self.block_sizes[0]).cache_dtypes
+        return [name for name in CODE_DTYPES if name in supported]
 
     def _needed_codes(self) -> list[str]:
         if coded := self._coded_dtypes():
@@ -482,8 +486,8 @@ class AttentionBackendSuite(ComponentSuite):
             caches = caches[:1] * len(groups)
         histories = [WholeHistory(spec, self.reference, case.cache_dtype) for spec in specs]
         generator = torch.Generator().manual_seed(0)
-        for index, given in enumerate(case.steps):
-            counts = ordered(list(given.items()))
+        for index, step in enumerate(case.steps):
+            counts = ordered(list(step.items()))
             ahead = seen_ahead(generator, counts) if rule is SEES else ()
             plans = [backend.plan(group.step(counts, ahead)) for group in groups]
             tokens = sum(count for _, count in counts)
@@ -596,8 +600,8 @@ class AttentionBackendSuite(ComponentSuite):
         for threads in (1, 2):
             for chunk in (0, min(case.chunk, case.before)):
                 with threads_of_torch(threads):
-                    found = attend(case.before - chunk, length, others_too=True)[chunk:]
-                difference = (found.double() - alone.double()).abs().nan_to_num(torch.inf)
+                    output = attend(case.before - chunk, length, others_too=True)[chunk:]
+                difference = (output.double() - alone.double()).abs().nan_to_num(torch.inf)
                 if float(difference.max()) > limit:
                     row = int(difference.flatten(1).amax(-1).argmax())
                     raise ROWS.violation(

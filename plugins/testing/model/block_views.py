@@ -15,12 +15,12 @@ NUM_BLOCKS = 24
 
 BLOCK_VIEWS = Rule(
     "block views: block_views returns the memory of the cache, all bytes of each block once",
-    "return one or more uint8 views [num_blocks, bytes] of what allocate returned, without "
-    "copying, whose rows are contiguous and together have bytes_per_block bytes; or leave out the "
+    "return one or more uint8 views [num_blocks, bytes] of the result of allocate, without "
+    "copying, with contiguous rows that have bytes_per_block bytes in total; or leave out the "
     "method",
 )
 MOVED_BLOCKS = Rule(
-    "moved blocks: what is copied from a block's rows to those of another is read there",
+    "moved blocks: data copied from one block's rows to another block's is read there",
     "keep all of a block in its rows, and nothing that depends on its number",
 )
 
@@ -30,20 +30,20 @@ def views_of(backend: AttentionBackend, cache: Any) -> list[torch.Tensor]:
 
     Raises:
         NotImplementedError: the backend has none.
-        Violation: they are no tensors.
+        Violation: they are not tensors.
     """
     views = backend.block_views(cache)
     is_sequence = isinstance(views, Sequence) and not isinstance(views, torch.Tensor)
     if not is_sequence or not all(isinstance(view, torch.Tensor) for view in views) or not views:
-        what = "one tensor" if isinstance(views, torch.Tensor) else short_repr(views)
-        raise BLOCK_VIEWS.violation(f"it returned {what}, expected a sequence of tensors")
+        returned = "one tensor" if isinstance(views, torch.Tensor) else short_repr(views)
+        raise BLOCK_VIEWS.violation(f"it returned {returned}, expected a sequence of tensors")
     return list(views)
 
 
 def check_views(
     backend: AttentionBackend, spec: KVSpec, tensors_of: Callable[[Any], Iterable[torch.Tensor]]
 ) -> None:
-    """Check the shapes of a cache's views, and whose memory they are.
+    """Check the shapes and the memory of a cache's views.
 
     Args:
         backend: under test.
@@ -51,7 +51,7 @@ def check_views(
         tensors_of: yields the tensors of a cache.
 
     Raises:
-        Violation: they are not what they should be.
+        Violation: they are wrong.
     """
     cache = backend.allocate(spec, NUM_BLOCKS)
     views = views_of(backend, cache)
@@ -69,7 +69,7 @@ def check_views(
     size, expected = sum(view.shape[1] for view in views), backend.bytes_per_block(spec)
     if size != expected:
         raise BLOCK_VIEWS.violation(
-            f"the views have {size} bytes per block in all, bytes_per_block says {expected}"
+            f"the views have {size} bytes per block in all, bytes_per_block returned {expected}"
         )
     _check_memory(views, list(tensors_of(cache)))
 
@@ -133,7 +133,7 @@ def num_bytes(cache: Any) -> int:
 
 
 def check_size(backend: AttentionBackend, block_size: int, spec: KVSpec) -> None:
-    """Check that a block takes what `bytes_per_block` returns, and that a new cache is zero.
+    """Check that a block has the size of `bytes_per_block`, and that a new cache is zero.
 
     Raises:
         Violation: it is not so.
@@ -147,8 +147,8 @@ def check_size(backend: AttentionBackend, block_size: int, spec: KVSpec) -> None
     taken = (num_bytes(many) - num_bytes(few)) / 32
     if taken and not taken <= size <= 2 * taken:
         raise Violation(
-            f"each block of {block_size} tokens takes {taken:.0f} bytes of what allocate "
-            f"returns, bytes_per_block says {size} for {spec}",
+            f"each block of {block_size} tokens takes {taken:.0f} bytes of the result of allocate"
+            f", bytes_per_block returned {size} for {spec}",
             "count keys and values of all tokens and key heads of a block, in the context's "
             "dtype or as codes and their scales: the engine makes as many blocks as fit into "
             "memory by this number",

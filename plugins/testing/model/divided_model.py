@@ -38,7 +38,7 @@ class DividedModel:
         make: `make(parallel=...)` returns the share of a rank that is not loaded, or the whole.
         weights: returns a model's random weights.
         load: loads them.
-        sequences: returns what runs a model step by step.
+        sequences: returns a runner of a model, step by step.
     """
 
     division: Division
@@ -78,7 +78,7 @@ class DividedModel:
         hidden: torch.Tensor,
         logits: torch.Tensor,
     ) -> None:
-        """Check that ranks of the last stage compute what the whole does, those of others the same.
+        """Compare the last stage with the whole model, and the ranks of other stages.
 
         Args:
             hidden: hidden states of the whole model.
@@ -86,22 +86,22 @@ class DividedModel:
         """
         first: dict[int, RankResult] = {}
         for rank in ranks:
-            found, other_rank = torch.cat(list(rank.hidden)), first.setdefault(rank.stage, rank)
+            states, other_rank = torch.cat(list(rank.hidden)), first.setdefault(rank.stage, rank)
             if rank.logits is None:
                 reference, expected = str(other_rank), torch.cat(list(other_rank.hidden))
-                results = [("hidden states", found, expected)]
+                results = [("hidden states", states, expected)]
             else:
                 reference = "the whole model"
-                results = [("hidden states", found, hidden), ("logits", rank.logits, logits)]
-            for what, mine, other in results:
+                results = [("hidden states", states, hidden), ("logits", rank.logits, logits)]
+            for label, mine, other in results:
                 if mine.shape != other.shape:
                     raise SHARED.violation(
-                        f"with {self.division}, the {what} of {rank} are {summary(mine)}, those of "
-                        f"{reference} {list(other.shape)}"
+                        f"with {self.division}, the {label} of {rank} are {summary(mine)}, "
+                        f"expected {list(other.shape)}, as of {reference}"
                     )
                 if (difference := relative_difference(mine, other)) > self.tolerance:
                     raise SHARED.violation(
-                        f"with {self.division}, the {what} of {rank} differ from those of "
+                        f"with {self.division}, the {label} of {rank} differ from the {label} of "
                         f"{reference} by {difference:.3g} of the largest one"
                     )
 
@@ -111,7 +111,7 @@ class DividedModel:
         weights: Mapping[str, torch.Tensor],
         before: Sequence[RankResult],
     ) -> list[RankResult]:
-        """Return the results of the ranks of a stage; `before` are those of the stage before."""
+        """Return the results of a stage's ranks; `before` are the previous stage's."""
 
         def run(tensor: Communicator | None) -> RankResult:
             share = Parallel(
@@ -153,8 +153,8 @@ class DividedModel:
         self.load(model, parts)
         sequences, hidden = self.sequences(model), list[torch.Tensor]()
         for index, step in enumerate(self.steps):
-            given = before[parallel.tensor.rank].hidden[index].clone() if before else None
-            hidden.append(sequences.step(step, hidden=given))
+            stage_input = before[parallel.tensor.rank].hidden[index].clone() if before else None
+            hidden.append(sequences.step(step, hidden=stage_input))
         if not parallel.is_last and hidden[0].shape[1] != model.hidden_size:
             raise HIDDEN_SIZE.violation(
                 f"{result} returned hidden states {list(hidden[0].shape)}, hidden_size is "

@@ -52,7 +52,7 @@ RECOGNISES = Rule(
 )
 CONFIG = Rule(
     "config: a complete ModelConfig, always the same",
-    "read every field from the model's files; raise ModelError for one that is missing or wrong",
+    "read every field from the model's files; raise ModelError for a missing or wrong one",
 )
 WEIGHTS = Rule(
     "weights: each weight once, whole, as a dense CPU tensor under its Hugging Face name",
@@ -61,8 +61,8 @@ WEIGHTS = Rule(
 )
 CUTS = Rule(
     "cuts: cut_weights gives the parts of the weights that `weights` gives, and the others whole",
-    "take `cut.of(weight)`, or what it takes by `cut.parts`, of the weight under its Hugging Face "
-    "name; `hardpoint.plugins.parallel.needed_part` says which cut a weight has, and refuses one "
+    "take `cut.of(weight)`, or the ranges `cut.parts`, of the weight under its Hugging Face "
+    "name; `hardpoint.plugins.parallel.needed_part` returns the cut of a weight, and rejects one "
     "that has another shape than the model needs",
 )
 FORMATS = Rule(
@@ -80,7 +80,7 @@ READS_ONLY = Rule(
 )
 DAMAGE = Rule(
     "damage: a damaged or incomplete checkpoint is a ModelError",
-    "raise ModelError with the file's name and what is wrong with it, from config() or weights()",
+    "raise ModelError with the file's name and the mistake in it, from config() or weights()",
 )
 
 
@@ -90,7 +90,7 @@ class Checkpoint:
 
     Attributes:
         path: as the configuration's `model` names it.
-        tensors: what it contains, by Hugging Face name.
+        tensors: its contents, by Hugging Face name.
     """
 
     path: Path
@@ -113,7 +113,7 @@ class WeightLoaderSuite(TimedSuite):
     Attributes:
         loader: the class under test.
         recognised: False for a loader that is chosen by its name only.
-        tolerance: maximum difference of weights, above 0 for quantised formats; None compares no
+        tolerance: maximum difference of weights, above 0 for quantized formats; None compares no
             values.
     """
 
@@ -152,13 +152,13 @@ class WeightLoaderSuite(TimedSuite):
         """
         with self._checkpoint() as checkpoint, tempfile.TemporaryDirectory() as name:
             cases = {"the checkpoint": (checkpoint.path, self.recognised)}
-            cases |= {what: (path, False) for what, path in _other_files(Path(name)).items()}
-            for what, (path, expected) in cases.items():
+            cases |= {label: (path, False) for label, path in _other_files(Path(name)).items()}
+            for label, (path, expected) in cases.items():
                 for _ in range(2):
-                    found = self._recognises(what, path)
-                    if found is not expected:
+                    is_claimed = self._recognises(label, path)
+                    if is_claimed is not expected:
                         raise RECOGNISES.violation(
-                            f"recognises returned {short_repr(found)} for {what}, expected "
+                            f"recognises returned {short_repr(is_claimed)} for {label}, expected "
                             f"{expected}"
                         )
 
@@ -182,22 +182,22 @@ class WeightLoaderSuite(TimedSuite):
                     f"{short_repr(config.architecture)}"
                 )
             list(loader.weights(checkpoint.shapes))
-            for what, again in (("later", loader), ("of a new instance", self._make(checkpoint))):
+            for label, again in (("later", loader), ("of a new instance", self._make(checkpoint))):
                 if (other := again.config()) != config:
                     raise CONFIG.violation(
-                        f"config() was {short_repr(config)}, {what} {short_repr(other)}"
+                        f"config() was {short_repr(config)}, {label} {short_repr(other)}"
                     )
 
     @checks(WEIGHTS)
     def test_weights(self) -> None:
         """Each weight comes once, with its shape and values, in a tensor of its own."""
         with self._checkpoint() as checkpoint:
-            found = self._read(checkpoint)
-            if missing := sorted(checkpoint.tensors.keys() - found):
+            weights = self._read(checkpoint)
+            if missing := sorted(checkpoint.tensors.keys() - weights):
                 raise WEIGHTS.violation(
-                    f"weights yielded {len(found)} weights, but not {', '.join(missing[:5])}"
+                    f"weights yielded {len(weights)} weights, but not {', '.join(missing[:5])}"
                 )
-            self._check_values(checkpoint, found)
+            self._check_values(checkpoint, weights)
 
     def test_cuts(self) -> None:
         """`cut_weights` gives the same parts of weights that `weights` gives whole, in any
@@ -211,15 +211,15 @@ class WeightLoaderSuite(TimedSuite):
         """Fewer names, and names that the files lack, raise nothing."""
         with self._checkpoint() as checkpoint:
             name = sorted(checkpoint.tensors)[-1]
-            asked = {name: checkpoint.shapes[name], "absent.weight": (2, 3)}
-            found = self._read(checkpoint, asked)
-            if name not in found:
+            requested = {name: checkpoint.shapes[name], "absent.weight": (2, 3)}
+            weights = self._read(checkpoint, requested)
+            if name not in weights:
                 raise WEIGHTS.violation(
                     f"weights, asked for {name!r} and for a name that the files lack, did not "
                     f"yield {name!r}",
-                    "leave out what the files lack: the engine names it",
+                    "leave out missing weights: the engine names them",
                 )
-            self._check_values(checkpoint, found)
+            self._check_values(checkpoint, weights)
 
     @checks(FORMATS)
     def test_formats(self) -> None:
@@ -236,7 +236,7 @@ class WeightLoaderSuite(TimedSuite):
     def _check_formats(
         self, checkpoint: Checkpoint, formats: Any, weights: Mapping[str, Any] | None
     ) -> None:
-        """Check what `formats` returned.
+        """Check the result of `formats`.
 
         Args:
             weights: by name; None compares none.
@@ -265,7 +265,7 @@ class WeightLoaderSuite(TimedSuite):
         with self._checkpoint() as checkpoint:
             loader = self._make(checkpoint)
             first = self._read(checkpoint, loader=loader)
-            for what, again in (("a second call", loader), ("a new instance", None)):
+            for label, again in (("a second call", loader), ("a new instance", None)):
                 other = self._read(checkpoint, loader=again)
                 differing = [
                     name
@@ -276,7 +276,7 @@ class WeightLoaderSuite(TimedSuite):
                 ]
                 if differing:
                     raise Violation(
-                        f"{what} of weights gave {sorted(differing)[0]!r} otherwise, and "
+                        f"{label} of weights gave {sorted(differing)[0]!r} otherwise, and "
                         f"{len(differing) - 1} more",
                         "open the files in each call; an engine that wakes up loads again",
                     )
@@ -296,8 +296,8 @@ class WeightLoaderSuite(TimedSuite):
                 raise FINGERPRINT.violation(f"it was {first!r}, of a new instance {again!r}")
             for path, content in checkpoint.files().items():
                 path.write_bytes(content)
-                found = path.stat()
-                os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 10**9))
+                status = path.stat()
+                os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
             if self._make(checkpoint).fingerprint() == first:
                 raise FINGERPRINT.violation(f"all files were written again, it is still {first!r}")
 
@@ -309,8 +309,8 @@ class WeightLoaderSuite(TimedSuite):
             check_content_hash(checkpoint.path, reader.make, reader.read)
 
     def test_changed_bits(self) -> None:
-        """A flipped bit in the weights or in config.json is noticed, or what is loaded has it; a
-        later load has what the files have then.
+        """A flipped bit in the weights or in config.json is detected, or appears in the loaded
+        weights; a later load has the present contents of the files.
         """
         self._check_changes(CHANGED, check_changed_bits)
 
@@ -358,39 +358,39 @@ class WeightLoaderSuite(TimedSuite):
         loader: WeightLoader = self._build(LoaderContext, files=files)
         return loader
 
-    def _recognises(self, what: str, path: Path) -> Any:
+    def _recognises(self, label: str, path: Path) -> Any:
         try:
             return self.loader.recognises(ModelFiles(path.name, path))
         except Exception as cause:
             raise RECOGNISES.violation(
-                f"recognises raised {type(cause).__name__} for {what}: {cause}"
+                f"recognises raised {type(cause).__name__} for {label}: {cause}"
             ) from cause
 
     def _check_cuts(self) -> None:
         with self._checkpoint() as checkpoint:
             whole = self._read(checkpoint)
             for cuts in _cuts(checkpoint.shapes):
-                found = self._read(checkpoint, cuts=cuts)
-                if missing := sorted(whole.keys() - found):
+                parts = self._read(checkpoint, cuts=cuts)
+                if missing := sorted(whole.keys() - parts):
                     raise CUTS.violation(f"cut_weights did not yield {', '.join(missing[:5])}")
                 for name, weight in whole.items():
                     cut = cuts.get(name)
                     self._check_part(
-                        name, cut, found[name], weight if cut is None else cut.of(weight)
+                        name, cut, parts[name], weight if cut is None else cut.of(weight)
                     )
 
     def _check_part(
-        self, name: str, cut: Cut | None, found: torch.Tensor, expected: torch.Tensor
+        self, name: str, cut: Cut | None, part: torch.Tensor, expected: torch.Tensor
     ) -> None:
-        asked = f"{name!r}, of which {cut or 'all'} was asked for,"
-        if found.shape != expected.shape:
+        request = f"{name!r}, with {cut or 'all'} requested,"
+        if part.shape != expected.shape:
             raise CUTS.violation(
-                f"cut_weights yielded {asked} as {list(found.shape)}, expected "
+                f"cut_weights yielded {request} as {list(part.shape)}, expected "
                 f"{list(expected.shape)}"
             )
-        if not torch.equal(found, expected):
+        if not torch.equal(part, expected):
             raise CUTS.violation(
-                f"cut_weights yielded {asked} with other values than the same part of the whole"
+                f"cut_weights yielded {request} with other values than the same part of the whole"
             )
 
     def _check_cut_shapes(self) -> None:
@@ -398,13 +398,13 @@ class WeightLoaderSuite(TimedSuite):
             return
         with self._checkpoint() as checkpoint:
             for name, shape in checkpoint.shapes.items():
-                asked = {name: (shape[0] + 1, *shape[1:])}
+                shapes = {name: (shape[0] + 1, *shape[1:])}
                 try:
-                    self._read(checkpoint, asked, cuts={name: Cut(0, 0, 1)})
+                    self._read(checkpoint, shapes, cuts={name: Cut(0, 0, 1)})
                 except ModelError:
                     continue
                 raise CUTS.violation(
-                    f"a part of {name!r} of shape {list(asked[name])} was asked for; the "
+                    f"a part of {name!r} of shape {list(shapes[name])} was asked for; the "
                     f"checkpoint has {list(shape)}, and cut_weights raised nothing"
                 )
 
@@ -447,30 +447,30 @@ class WeightLoaderSuite(TimedSuite):
                 }
                 if path != checkpoint.path:
                     damages["missing"] = None
-                for what, left in damages.items():
+                for damage, left in damages.items():
                     path.unlink() if left is None else path.write_bytes(left)
-                    self._check_damaged(checkpoint, expected, f"{path.name} {what}")
+                    self._check_damaged(checkpoint, expected, f"{path.name} {damage}")
                     path.write_bytes(content)
 
-    def _check_damaged(self, checkpoint: Checkpoint, expected: ModelConfig, what: str) -> None:
-        self._recognises(f"the checkpoint with {what}", checkpoint.path)
+    def _check_damaged(self, checkpoint: Checkpoint, expected: ModelConfig, damage: str) -> None:
+        self._recognises(f"the checkpoint with {damage}", checkpoint.path)
         try:
             loader = self._make(checkpoint)
-            config, found = loader.config(), self._read(checkpoint, loader=loader)
+            config, weights = loader.config(), self._read(checkpoint, loader=loader)
         except ModelError:
             return
         except Violation as violation:
-            raise DAMAGE.violation(f"with {what}, {violation.observed}") from violation
+            raise DAMAGE.violation(f"with {damage}, {violation.observed}") from violation
         except Exception as cause:
             raise DAMAGE.violation(
-                f"with {what}, it raised {type(cause).__name__}: {cause}"
+                f"with {damage}, it raised {type(cause).__name__}: {cause}"
             ) from cause
-        if config != expected and not what.endswith("missing"):  # which files may be, if optional
-            raise DAMAGE.violation(f"with {what}, config returned {short_repr(config)}")
+        if config != expected and not damage.endswith("missing"):  # which files may be, if optional
+            raise DAMAGE.violation(f"with {damage}, config returned {short_repr(config)}")
         try:
-            self._check_values(checkpoint, found)
+            self._check_values(checkpoint, weights)
         except Violation as violation:
-            raise DAMAGE.violation(f"with {what}, {violation.observed}") from violation
+            raise DAMAGE.violation(f"with {damage}, {violation.observed}") from violation
 
     def _read(
         self,
@@ -496,19 +496,19 @@ class WeightLoaderSuite(TimedSuite):
         shapes: Mapping[str, tuple[int, ...]],
         cuts: Mapping[str, Cut] | None,
     ) -> dict[str, torch.Tensor]:
-        """Return weights by name, those of few bits as numbers."""
-        found: dict[str, torch.Tensor] = {}
+        """Return weights by name; quantized ones are dequantized."""
+        by_name: dict[str, torch.Tensor] = {}
         for item in weights:
             if not _is_weight(item):
                 raise WEIGHTS.violation(f"weights yielded {_summary(item)}")
             name, weight = item
-            if name in found:
+            if name in by_name:
                 raise WEIGHTS.violation(f"weights yielded {name!r} twice")
             if isinstance(weight, QuantizedWeight):
                 cut = None if cuts is None else cuts.get(name)
                 weight = self._dequantized(loader, name, weight, cut, shapes.get(name))
-            found[name] = weight
-        return found
+            by_name[name] = weight
+        return by_name
 
     def _dequantized(
         self,
@@ -518,7 +518,7 @@ class WeightLoaderSuite(TimedSuite):
         cut: Cut | None,
         shape: tuple[int, ...] | None,
     ) -> torch.Tensor:
-        """Return the numbers of a weight of few bits, or the part of them that was asked for.
+        """Return the numbers of a quantized weight, or the part of them that was asked for.
 
         Raises:
             ModelError: its scheme refuses it, or it has another shape than was asked for.
@@ -543,7 +543,7 @@ class WeightLoaderSuite(TimedSuite):
         return part
 
     def scheme(self, name: str, config: Mapping[str, Any]) -> Quantization:
-        """Return the scheme that reads weights of few bits; by default the installed one.
+        """Return the scheme that reads quantized weights; by default the installed one.
 
         Args:
             name: the scheme of a `QuantizedWeight`.
@@ -551,8 +551,8 @@ class WeightLoaderSuite(TimedSuite):
         """
         return load_quantization(name, torch.float32, config)
 
-    def _check_values(self, checkpoint: Checkpoint, found: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in found.items():
+    def _check_values(self, checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in weights.items():
             expected = checkpoint.tensors.get(name)
             if expected is None:
                 continue

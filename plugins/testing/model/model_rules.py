@@ -10,7 +10,7 @@ WEIGHTS = Rule(
     "them one by one, in any order and in any floating dtype",
 )
 PACKED = Rule(
-    "packed: load_packed makes, of what packed_weights returned, the same model as load_weights",
+    "packed: load_packed with the result of packed_weights gives the same model as load_weights",
     "return every tensor that load_weights has made, by name; raise KeyError or ValueError for one "
     "that is missing",
 )
@@ -19,9 +19,9 @@ SPECS = Rule(
     "return a list of KVSpec, known from the configuration before the weights are loaded",
 )
 ATTEND = Rule(
-    "attend: forward calls attend once per layer of kv_specs, with tensors as its spec says",
+    "attend: forward calls attend once per layer of kv_specs, with tensors of its spec",
     "pass q [tokens, num_heads, head_size], and k and v [tokens, num_kv_heads, head_size], in the "
-    "context's dtype; let kv_specs say the same",
+    "context's dtype; let kv_specs state the same",
 )
 STATES = Rule(
     "states: state_specs has the tensors of each layer with a state, always the same",
@@ -29,7 +29,7 @@ STATES = Rule(
 )
 RECUR = Rule(
     "recur: forward calls recur once per layer of state_specs, with an advance that returns an "
-    "output per token and the states as the specs say",
+    "output per token and the states of the specs",
     "pass inputs [tokens, ...], and return the outputs [tokens, ...] and one tensor [seqs, ...] "
     "per TensorSpec",
 )
@@ -39,7 +39,7 @@ SHAPES = Rule(
 )
 BATCH = Rule(
     "batch: a sequence's hidden states depend on its own tokens alone",
-    "compute each token from its id, its position and what attend and recur return; batches mix "
+    "compute each token from its id, its position and the results of attend and recur; batches mix "
     "sequences, and a prompt may come in parts: advance continues from its states, each sequence "
     "from its own",
 )
@@ -50,6 +50,6 @@ POSITIONS = Rule(
 )
 STATE = Rule(
     "state: forward keeps nothing for the next step",
-    "keep keys and values in the cache, through attend, states in what advance returns, and "
+    "keep keys and values in the cache, through attend, states in the result of advance, and "
     "nothing of a step in the model",
 )

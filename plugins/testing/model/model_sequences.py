@@ -42,12 +42,12 @@ class ModelSequences:
         positions: Sequence[int] | None = None,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states of one step, those of sequence after sequence.
+        """Return the hidden states of one step, sequence by sequence.
 
         Args:
             tokens: further tokens by sequence.
             positions: positions of all tokens; None gives the right ones.
-            hidden: what the stage before returned, if there is one.
+            hidden: result of the previous stage, if there is one.
         """
         counts = [(name, len(part)) for name, part in tokens.items()]
         flat: list[int] = []
@@ -96,7 +96,7 @@ class ModelSequences:
         return hidden
 
     def _check_call(
-        self, called: set[int], layer: Any, given: Mapping[str, Any], tokens: int
+        self, called: set[int], layer: Any, tensors: Mapping[str, Any], tokens: int
     ) -> None:
         if not isinstance(layer, int) or not 0 <= layer < len(self._histories):
             raise rules.ATTEND.violation(
@@ -108,7 +108,7 @@ class ModelSequences:
         called.add(layer)
         spec, context = self._histories[layer].spec, self._model.context
         device = torch.empty(0, device=context.device).device  # with its index
-        for name, tensor in given.items():
+        for name, tensor in tensors.items():
             heads = spec.num_heads if name == "q" else spec.num_kv_heads
             shape = (tokens, heads, spec.head_size)
             if (
@@ -119,7 +119,7 @@ class ModelSequences:
             ):
                 raise rules.ATTEND.violation(
                     f"forward called attend for layer {layer} with {name} = {summary(tensor)}, "
-                    f"expected {context.dtype} {list(shape)} on {device}, as kv_specs says"
+                    f"expected {context.dtype} {list(shape)} on {device}, by kv_specs"
                 )
 
     def _check_hidden(self, hidden: Any, tokens: int) -> None:
@@ -134,14 +134,14 @@ class ModelSequences:
         self._width = hidden.shape[1]
 
 
-def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the maximum difference, relative to the largest number; inf where one is NaN."""
-    difference = (found.double() - expected.double()).abs().nan_to_num(torch.inf)
+    difference = (actual.double() - expected.double()).abs().nan_to_num(torch.inf)
     return float(difference.max() / expected.double().abs().max().clamp(min=1e-9))
 
 
 def summary(value: Any) -> str:
-    """Return a tensor's dtype, shape and device, or what else it is."""
+    """Return a tensor's dtype, shape and device, or the text of another value."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} on {value.device}"
     return short_repr(value)
@@ -171,7 +171,7 @@ class SequenceStates:
                 if tuple(state.shape) != shape or state.dtype != dtype:
                     raise rules.RECUR.violation(
                         f"advance of layer {layer} gave a state {state.dtype} {list(state.shape)}, "
-                        f"expected {dtype} {list(shape)}, as state_specs says"
+                        f"expected {dtype} {list(shape)}, by state_specs"
                     )
             if len(output) != starts[-1]:
                 raise rules.RECUR.violation(

@@ -24,9 +24,10 @@ from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.plugins.requests.media_format import MediaFormat
 from hardpoint.testing.adapted_model import ADAPTERS, AdaptedModel
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_ops
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Violation, checks, short_repr
 
@@ -53,7 +54,7 @@ class Schedule:
     steps: tuple[Mapping[str, int], ...]
 
 
-class ModelSuite(ComponentSuite):
+class ModelSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `model` and `config`.
 
     The weights are random, so that a small configuration is enough; attention is computed plainly,
@@ -66,11 +67,13 @@ class ModelSuite(ComponentSuite):
         max_model_len: maximum length of a sequence, at least 32.
         device: where it runs.
         dtypes: dtypes of weights and hidden states; all but the first in `test_dtypes` alone.
-        uses_positions: False for a model whose results do not depend on `batch.positions`.
+        uses_positions: False for a model with results that do not depend on `batch.positions`.
         tolerance: maximum difference of hidden states, relative to the largest one.
     """
 
     kind = "models"
+    num_uses = 100
+    max_bytes_per_use = 256
     model: ClassVar[type[Model]]
     config: ClassVar[ModelConfig]
     files: ClassVar[ModelFiles | None] = None
@@ -131,9 +134,9 @@ class ModelSuite(ComponentSuite):
             raise rules.PACKED.violation(f"packed_weights returned {short_repr(packed)}")
         again = self._make()
         again.load_packed(packed)
-        expected, found = (self._hidden(m, [self._example]) for m in (model, again))
+        expected, actual = (self._hidden(m, [self._example]) for m in (model, again))
         logits = [m.compute_logits(expected) for m in (model, again)]
-        if not torch.equal(found, expected) or not torch.equal(*logits):
+        if not torch.equal(actual, expected) or not torch.equal(*logits):
             raise rules.PACKED.violation("a model that load_packed has loaded gives other results")
         for name in packed:
             try:
@@ -143,12 +146,12 @@ class ModelSuite(ComponentSuite):
             raise rules.PACKED.violation(f"load_packed raised nothing without {name!r}")
 
     def test_quantized(self) -> None:
-        """`quantizable` names matrices of `weight_shapes`; with those that `load_quantized` gets,
-        some or all, the model computes what it does with their numbers as tensors. Skipped if it
-        names no matrix.
+        """`quantizable` names matrices of `weight_shapes`; with some or all of them from
+        `load_quantized`, the results equal the results with their dequantized tensors. Skipped if
+        it names no matrix.
         """
         if not self._make().quantizable():
-            pytest.skip("the model has no matrices that may have few bits")
+            pytest.skip("the model has no quantizable matrices")
         self._run_checks(QUANTIZED.text, self._check_quantized)
 
     @checks(rules.SPECS)
@@ -158,8 +161,8 @@ class ModelSuite(ComponentSuite):
         `recur`.
         """
         model = self._make()
-        given = (rules.STATES, Model, "state_specs", model.state_specs(), (), rules.STATES.fix)
-        states = declared_result(*given)
+        declared = (rules.STATES, Model, "state_specs", model.state_specs(), (), rules.STATES.fix)
+        states = declared_result(*declared)
         fix = "return such a list, with a softcap of None or > 0"
         specs = declared_result(rules.SPECS, Model, "kv_specs", model.kv_specs(), (), fix)
         for when in ("when it was called again", "after the weights were loaded"):
@@ -198,7 +201,7 @@ class ModelSuite(ComponentSuite):
             logits = model.compute_logits(hidden[rows]).float()
             if (difference := relative_difference(logits, whole[rows])) > self.tolerance:
                 raise Violation(
-                    f"the logits of rows {rows} alone differ from those among all rows by "
+                    f"the logits of rows {rows} alone differ from their logits among all rows by "
                     f"{difference:.3g} of the largest one",
                     "compute each row of logits from its own hidden state",
                 )
@@ -270,13 +273,13 @@ class ModelSuite(ComponentSuite):
         hooks = model.context.hooks
         hooks.linear = adapted.linear
         try:
-            found = self._hidden(model, [self._example])
+            actual = self._hidden(model, [self._example])
         finally:
             hooks.linear = None
         adapted.check_called()
-        if (difference := relative_difference(found, expected)) > self.tolerance:
+        if (difference := relative_difference(actual, expected)) > self.tolerance:
             raise ADAPTERS.violation(
-                f"hidden states differ by {difference:.3g} of the largest one from those of the "
+                f"hidden states differ by {difference:.3g} of the largest one from the "
                 f"model with the same changes in its weights"
             )
 
@@ -287,9 +290,9 @@ class ModelSuite(ComponentSuite):
         what `hooks.embedded` returns enters the first layer. Skipped for a model of text alone.
         """
         checks = MediaChecks(self.model, self.config, self.files, self.tolerance)
-        found: list[MediaFormat | None] = []
-        self._run_checks(MEDIA, lambda: found.append(checks.format()))
-        if (media := found[0]) is None:
+        formats: list[MediaFormat | None] = []
+        self._run_checks(MEDIA, lambda: formats.append(checks.format()))
+        if (media := formats[0]) is None:
             pytest.skip("media_format() returned None: the model takes text alone")
         self._run_checks(MEDIA, lambda: self._check_media(checks, media))
 
@@ -310,10 +313,10 @@ class ModelSuite(ComponentSuite):
             )
 
     def test_tensor_2(self) -> None:
-        """Two ranks that divide each layer give what one does, if `parallelism` has "tensor".
-        Together they need all of every weight, each of them its part (`weight_cuts`) and its heads
-        (`kv_specs`). Sizes that the constructor refuses with a `ModelError` that names the setting
-        are skipped.
+        """Two ranks that divide each layer give the same results as one, if `parallelism` has
+        "tensor". Together they need all of every weight, each of them its part (`weight_cuts`) and
+        its heads (`kv_specs`). Sizes that the constructor rejects with a `ModelError` that names
+        the setting are skipped.
         """
         self._check_divided(Division(tensor=2))
 
@@ -322,7 +325,7 @@ class ModelSuite(ComponentSuite):
         self._check_divided(Division(tensor=3))
 
     def test_pipeline(self) -> None:
-        """Two stages give what one does, if `parallelism` has "pipeline"."""
+        """Two stages give the same results as one, if `parallelism` has "pipeline"."""
         self._check_divided(Division(stages=2))
 
     def test_tensor_and_pipeline(self) -> None:
@@ -330,7 +333,7 @@ class ModelSuite(ComponentSuite):
         self._check_divided(Division(tensor=2, stages=2))
 
     def test_expert(self) -> None:
-        """Two ranks with whole experts give what one does, if `parallelism` has "expert"."""
+        """Two ranks with whole experts give the same as one, if `parallelism` has "expert"."""
         self._check_divided(Division(tensor=2, expert=True))
 
     def _check_media(self, checks: MediaChecks, media: MediaFormat) -> None:
@@ -338,7 +341,7 @@ class ModelSuite(ComponentSuite):
         model = self._loaded()
         checks.check_encode(model, media)
         tokens = [self._tokens(name, 5) for name in "ab"]
-        checks.check_embedded(model, tokens, lambda one: self._hidden(model, [{"a": one}]))
+        checks.check_embedded(model, tokens, lambda tokens: self._hidden(model, [{"a": tokens}]))
 
     def _make(self, dtype: torch.dtype | None = None, parallel: Parallel | None = None) -> Model:
         model: Model = self._build(
@@ -368,7 +371,7 @@ class ModelSuite(ComponentSuite):
         """Load the weights, in the order of the mapping; raise a Violation if that fails.
 
         Args:
-            matrices: matrices of few bits, in the place of the weights of that name.
+            matrices: quantized matrices, instead of the weights of that name.
         """
         taken = []
 
@@ -393,6 +396,18 @@ class ModelSuite(ComponentSuite):
             )
         return model
 
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        model = self._make()
+        self._load(model, self._weights(model))
+
+        def use(number: int) -> None:
+            name = "abc"[number % 3]
+            with torch.inference_mode():
+                self._hidden(model, [{name: self._tokens(name, 1 + number % 4)}])
+
+        yield InUse(model, use)
+
     def _loaded(self, dtype: torch.dtype | None = None) -> Model:
         """Return a model with random weights; fail the test if it cannot be loaded."""
         loaded: list[Model] = []
@@ -415,8 +430,8 @@ class ModelSuite(ComponentSuite):
     def _tokens(self, name: str, count: int) -> list[int]:
         generator = torch.Generator().manual_seed(ord(name[0]))
         tokens = torch.randint(0, self.config.vocab_size, (256,), generator=generator)
-        found: list[int] = tokens[:count].tolist()
-        return found
+        drawn: list[int] = tokens[:count].tolist()
+        return drawn
 
     @property
     def _example(self) -> dict[str, list[int]]:
@@ -434,12 +449,12 @@ class ModelSuite(ComponentSuite):
         expected = self._hidden(self._load(self._make(), weights), [self._example])
         backwards = dict(reversed(list(weights.items())))
         halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
-        for what, given in (("in reverse order", backwards), ("in bfloat16", halves)):
-            found = self._hidden(self._load(self._make(), given), [self._example])
-            if not torch.equal(found, expected):
+        for variant, weights_given in (("in reverse order", backwards), ("in bfloat16", halves)):
+            actual = self._hidden(self._load(self._make(), weights_given), [self._example])
+            if not torch.equal(actual, expected):
                 raise rules.WEIGHTS.violation(
-                    f"the same weights, given {what}, make other hidden states: "
-                    f"{_num_different(found, expected)} of {expected.numel()} numbers differ"
+                    f"the same weights, given {variant}, make other hidden states: "
+                    f"{_num_different(actual, expected)} of {expected.numel()} numbers differ"
                 )
 
     def _check_effects(self) -> None:
@@ -448,8 +463,8 @@ class ModelSuite(ComponentSuite):
         weights = self._weights(self._make())
         expected = self._effects(weights)
         for name, tensor in weights.items():
-            found = self._effects(weights | {name: tensor.flip(0) * 2 + 0.5})
-            if all(map(torch.equal, found, expected)):
+            effects = self._effects(weights | {name: tensor.flip(0) * 2 + 0.5})
+            if all(map(torch.equal, effects, expected)):
                 raise rules.WEIGHTS.violation(
                     f"weight_shapes lists {name!r}, but another tensor of that name gives the same "
                     f"logits",
@@ -462,12 +477,12 @@ class ModelSuite(ComponentSuite):
         codes = {name: codes_of(weights[name]) for name in names}
         weights |= {name: matrix.dequantize() for name, matrix in codes.items()}
         expected = self._results(self._load(self._make(), weights))
-        for what, matrices in quantized_forms(codes).items():
-            found = self._results(self._load(self._make(), weights, matrices))
-            for results, wanted in zip(found, expected, strict=True):
+        for form, matrices in quantized_forms(codes).items():
+            actual = self._results(self._load(self._make(), weights, matrices))
+            for results, wanted in zip(actual, expected, strict=True):
                 if (difference := relative_difference(results, wanted)) > self.tolerance:
                     raise QUANTIZED.violation(
-                        f"with {what}, hidden states or logits differ from those of the same "
+                        f"with {form}, hidden states or logits differ from results of the same "
                         f"numbers as tensors by {difference:.3g} of the largest one"
                     )
 
@@ -477,12 +492,12 @@ class ModelSuite(ComponentSuite):
 
     def _check_divided(self, division: Division) -> None:
         """Compare ranks that share the model with the whole; skip sizes that it refuses."""
-        asked = {
+        requests = {
             "tensor": division.tensor > 1 and not division.expert,
             "pipeline": division.stages > 1,
             "expert": division.expert,
         }
-        for name, is_asked in asked.items():
+        for name, is_asked in requests.items():
             if is_asked and name not in self.model.parallelism:
                 pytest.skip(f"`parallelism` does not have {name!r}")
         first = {name: tokens[:9] for name, tokens in self._example.items()}
@@ -539,7 +554,7 @@ class ModelSuite(ComponentSuite):
 
     def _check_schedule(self, model: Model, schedule: Schedule) -> None:
         sequences, lengths = self._sequences(model), dict.fromkeys("abc", 0)
-        found: dict[str, torch.Tensor] = {}
+        states_by_name: dict[str, torch.Tensor] = {}
         for counts in schedule.steps:
             step = {}
             for name, count in ordered(list(counts.items())):
@@ -548,13 +563,15 @@ class ModelSuite(ComponentSuite):
             rest = sequences.step(step)
             for name, tokens in step.items():
                 part, rest = rest[: len(tokens)], rest[len(tokens) :]
-                found[name] = torch.cat((found[name], part)) if name in found else part
-        for name, states in found.items():
+                states_by_name[name] = (
+                    torch.cat((states_by_name[name], part)) if name in states_by_name else part
+                )
+        for name, states in states_by_name.items():
             alone = self._hidden(model, [{name: self._tokens(name, lengths[name])}])
             if (difference := relative_difference(states, alone)) > self.tolerance:
                 token = int((states - alone).abs().amax(-1).argmax())
                 raise rules.BATCH.violation(
-                    f"the hidden states of sequence {name!r} differ from those that it has alone "
+                    f"the hidden states of sequence {name!r} differ from its hidden states alone "
                     f"in one step by {difference:.3g} of the largest one, most at token {token}"
                 )
 
@@ -569,8 +586,8 @@ class ModelSuite(ComponentSuite):
             )
 
 
-def _num_different(one: torch.Tensor, two: torch.Tensor) -> int:
-    return int((one != two).sum()) if one.shape == two.shape else one.numel()
+def _num_different(first: torch.Tensor, two: torch.Tensor) -> int:
+    return int((first != two).sum()) if first.shape == two.shape else first.numel()
 
 
 def _is_shape(shape: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The rules of quantisation schemes, and what checks single matrices."""
+"""The rules of quantization schemes, and checks of single matrices."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DETERMINISTIC = Rule(
     "compute codes and scales from the weight alone",
 )
 ERROR = Rule(
-    "error: dequantised, a matrix is close to the weight that it was made of",
-    "quantise to the nearest value; set max_error to what the scheme can hold",
+    "error: dequantized, a matrix is close to the weight that it was made of",
+    "quantize to the nearest value; set max_error to the precision of the scheme",
 )
 CODES = Rule(
     "codes: each code has no more than the stated bits",
-    "clamp codes to what `bits` can hold: kernels pack them side by side",
+    "clamp codes to the range of `bits`: kernels pack them side by side",
 )
 FINITE = Rule(
     "finite: a finite weight gives finite numbers, or a ValueError",
@@ -37,19 +37,19 @@ DEQUANTIZE = Rule(
     "return a new float32 tensor in each call",
 )
 PARTS = Rule(
-    "parts: rows and columns are those of the whole, and cuts elsewhere are a ValueError",
-    "cut codes and scales alike; `alignment` says at which columns",
+    "parts: rows and columns equal the whole's, and cuts elsewhere are a ValueError",
+    "cut codes and scales alike, at multiples of `alignment` columns",
 )
 ALIGNMENT = Rule(
-    "alignment: the scheme says of a matrix, before it is made or read, where it can be cut",
-    "return what `alignment` of the matrix is, or None: ranks that cut elsewhere are refused early",
+    "alignment: the scheme states a matrix's alignment before it is made or read",
+    "return the `alignment` of the matrix, or None: other cuts of ranks are rejected early",
 )
 PART_OF_WEIGHT = Rule(
-    "parts of weights: what is made of some rows and columns is that part of the whole's matrix",
-    "let a scale depend on the weights of its group alone: ranks quantise only what they have",
+    "parts of weights: the quantized part of a weight equals the part of the quantized weight",
+    "let a scale depend on the weights of its group alone: ranks quantize only their own part",
 )
 LINEAR = Rule(
-    "linear: the matrix's own product is that of the dequantised matrix",
+    "linear: the matrix's own product equals the dequantized matrix's product",
     "sum in float32 at least, add the bias, round once to out_dtype, and return contiguous rows",
 )
 ROWS = Rule(
@@ -58,26 +58,26 @@ ROWS = Rule(
 )
 READ = Rule(
     "read: a stored matrix has the numbers that were stored",
-    "follow the format's definition; QuantizedSample.weight is what it stands for",
+    "follow the format's definition; QuantizedSample.weight is the dequantized matrix",
 )
 DAMAGE = Rule(
-    "damage: what is not whole or not finite is a ValueError that names the tensor",
+    "damage: incomplete or infinite data is a ValueError that names the tensor",
     "get tensors by `stored.tensor(name, dtype, shape)`, which checks them",
 )
 WORDS = Rule(
-    "errors: a ValueError says what is wrong",
-    "say what was expected, and what there is",
+    "errors: a ValueError has a reason",
+    "state the expected and the actual value",
 )
 UNCHANGED = Rule(
     "unchanged: weights and stored tensors stay as they are",
     "write to new memory: stored tensors may be in a mapped file, which cannot be written to",
 )
 BYTES = Rule(
-    "bytes: stored_bytes says what a matrix takes",
-    "return the bytes of codes and scales, packed; it is what memory estimates are made of",
+    "bytes: stored_bytes is the memory of a matrix",
+    "return the bytes of codes and scales, packed; memory estimates use them",
 )
 LAYERS = Rule(
-    "layers: a model of few bits computes what the dequantised one does, in one rank and in two",
+    "layers: a quantized model computes the same as the dequantized one, in one rank and in two",
     "let rows, columns, dequantize and linear agree with each other",
 )
 
@@ -111,35 +111,35 @@ def checked(matrix: Any, method: str, shape: Sequence[int]) -> QuantizedMatrix:
     return matrix
 
 
-def check_message(cause: ValueError, what: str) -> None:
+def check_message(cause: ValueError, call: str) -> None:
     """Check that an error has a message."""
     if len(str(cause).split()) < 3:
-        raise WORDS.violation(f"{what} raised {type(cause).__name__}({str(cause)!r})")
+        raise WORDS.violation(f"{call} raised {type(cause).__name__}({str(cause)!r})")
 
 
-def check_part(part: QuantizedMatrix, expected: torch.Tensor, what: str) -> None:
+def check_part(part: QuantizedMatrix, expected: torch.Tensor, call: str) -> None:
     """Check a part of a matrix."""
     if not isinstance(part, QuantizedMatrix) or tuple(part.shape) != tuple(expected.shape):
-        found = getattr(part, "shape", part)
+        shape = getattr(part, "shape", part)
         raise PARTS.violation(
-            f"{what} are {short_repr(found)}, expected a matrix {tuple(expected.shape)}"
+            f"{call} are {short_repr(shape)}, expected a matrix {tuple(expected.shape)}"
         )
     numbers = part.dequantize()
     if numbers.shape != expected.shape or not torch.equal(numbers, expected):
-        raise PARTS.violation(f"{what} have other numbers than the same part of the whole")
+        raise PARTS.violation(f"{call} have other numbers than the same part of the whole")
 
 
 def check_refused(matrix: QuantizedMatrix, start: int, stop: int) -> None:
     """Check that columns that cannot be cut are refused."""
-    what = f"columns({start}, {stop}) of {matrix.shape[1]} with alignment {matrix.alignment}"
+    call = f"columns({start}, {stop}) of {matrix.shape[1]} with alignment {matrix.alignment}"
     try:
         matrix.columns(start, stop)
     except ValueError as cause:
-        check_message(cause, what)
+        check_message(cause, call)
         return
     except Exception as cause:
-        raise PARTS.violation(f"{what} raised {type(cause).__name__}: {cause}") from cause
-    raise PARTS.violation(f"{what} raised nothing")
+        raise PARTS.violation(f"{call} raised {type(cause).__name__}: {cause}") from cause
+    raise PARTS.violation(f"{call} raised nothing")
 
 
 def check_alignment(alignment: Any, matrix: QuantizedMatrix) -> None:
@@ -151,14 +151,14 @@ def check_alignment(alignment: Any, matrix: QuantizedMatrix) -> None:
             f"alignment gave {short_repr(alignment)}, expected a whole number >= 1, or None"
         )
     unit, columns = matrix.alignment, matrix.shape[1]
-    what = f"alignment of {tuple(matrix.shape)} is {alignment}, that of the matrix {unit}"
+    call = f"alignment of {tuple(matrix.shape)} is {alignment}, the matrix has {unit}"
     if alignment > unit < columns:
-        raise ALIGNMENT.violation(what)
+        raise ALIGNMENT.violation(call)
     if alignment < columns:
         try:
             matrix.columns(alignment, columns)
         except ValueError as cause:
-            raise ALIGNMENT.violation(f"{what}, which cannot be cut there: {cause}") from cause
+            raise ALIGNMENT.violation(f"{call}, which cannot be cut there: {cause}") from cause
 
 
 def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:
@@ -166,15 +166,15 @@ def check_joined(matrix: QuantizedMatrix, numbers: torch.Tensor) -> None:
     rows = matrix.shape[0]
     ends = [(0, rows // 3), (rows // 2, rows)]
     try:
-        found = matrix.joined([matrix.rows(*bounds) for bounds in ends], 0)
+        joined = matrix.joined([matrix.rows(*bounds) for bounds in ends], 0)
     except ValueError as cause:
         check_message(cause, "joined")
         return
-    check_part(found, torch.cat([numbers[slice(*bounds)] for bounds in ends]), "joined rows")
+    check_part(joined, torch.cat([numbers[slice(*bounds)] for bounds in ends]), "joined rows")
 
 
 def check_result(result: Any, x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Check what a matrix's own product returned for x, but for its numbers."""
+    """Check the type, shape and dtype of a matrix's own product for x."""
     if (
         not isinstance(result, torch.Tensor)
         or result.dtype != dtype
@@ -193,8 +193,8 @@ def check_result(result: Any, x: torch.Tensor, shape: Sequence[int], dtype: torc
 
 
 def damages(sample: QuantizedSample) -> dict[str, tuple[QuantizedWeight, str]]:
-    """Return variants of a stored matrix, and what an error has to name, by description."""
-    found, stored = {}, sample.stored
+    """Return corrupted variants of a stored matrix and the name for the error, by description."""
+    variants_by_name, stored = {}, sample.stored
     for name, tensor in stored.tensors.items():
         variants: dict[str, torch.Tensor | None] = {}
         if name not in sample.optional:
@@ -205,12 +205,12 @@ def damages(sample: QuantizedSample) -> dict[str, tuple[QuantizedWeight, str]]:
             variants[f"a column of {name} missing"] = tensor[:, :-1].clone()
         wrong = torch.float64 if tensor.dtype != torch.float64 else torch.int64
         variants[f"{name} in {wrong}"] = tensor.to(wrong)
-        for what, other in variants.items():
+        for variant, other in variants.items():
             tensors = {n: t for n, t in stored.tensors.items() if n != name}
             if other is not None:
                 tensors[name] = other
-            found[what] = replace(stored, tensors=tensors), name
-    return found
+            variants_by_name[variant] = replace(stored, tensors=tensors), name
+    return variants_by_name
 
 
 def num_bytes(matrix: QuantizedMatrix) -> int:
@@ -224,14 +224,16 @@ def num_bytes(matrix: QuantizedMatrix) -> int:
 
 
 def _tensors(matrix: QuantizedMatrix) -> dict[str, torch.Tensor]:
-    given: Mapping[str, Any] = vars(matrix) if hasattr(matrix, "__dict__") else {}
+    attributes: Mapping[str, Any] = vars(matrix) if hasattr(matrix, "__dict__") else {}
     if dataclasses.is_dataclass(matrix):
-        given = {field.name: getattr(matrix, field.name) for field in dataclasses.fields(matrix)}
-    return {name: tensor for name, tensor in given.items() if isinstance(tensor, torch.Tensor)}
+        attributes = {
+            field.name: getattr(matrix, field.name) for field in dataclasses.fields(matrix)
+        }
+    return {name: tensor for name, tensor in attributes.items() if isinstance(tensor, torch.Tensor)}
 
 
 def described(value: object) -> str:
-    """Return text for what a method returned."""
+    """Return the text of a method's result."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} on {value.device}"
     return short_repr(value)

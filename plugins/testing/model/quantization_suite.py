@@ -1,4 +1,4 @@
-"""The conformance suite for quantisation schemes; the built-in ones pass it too."""
+"""The conformance suite for quantization schemes; the built-in ones pass it too."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class QuantizationSuite(GeneralComponentSuite):
         if self.max_error is None and not self.samples():
             raise Violation(
                 f"{type(self).__name__} has neither max_error nor samples",
-                "set max_error if the scheme quantises; return samples if it reads",
+                "set max_error if the scheme quantizes; return samples if it reads",
             )
 
     def test_quantize(self) -> None:
@@ -122,8 +122,8 @@ class QuantizationSuite(GeneralComponentSuite):
         self._check_samples(DAMAGE, self._check_damage)
 
     def test_parts(self) -> None:
-        """`rows`, `columns` and `joined` are those of the whole; cuts off `alignment` are a
-        `ValueError`.
+        """`rows`, `columns` and `joined` equal the same operations on the whole; cuts off
+        `alignment` raise a `ValueError`.
         """
         self._check_matrices(PARTS, self._check_parts)
 
@@ -156,8 +156,8 @@ class QuantizationSuite(GeneralComponentSuite):
         self._check_matrices(DEQUANTIZE, self._check_dequantize)
 
     def test_linear(self) -> None:
-        """The matrix's own product, if it has one, is that of the dequantised one, with bias, other
-        dtypes of results, and rows of wider tensors; its rows are contiguous.
+        """The matrix's own product, if it has one, equals the product of the dequantized matrix,
+        with bias, other dtypes of results, and rows of wider tensors; its rows are contiguous.
         """
         self._check_matrices(LINEAR, self._check_linear)
 
@@ -202,7 +202,7 @@ class QuantizationSuite(GeneralComponentSuite):
     ) -> None:
         samples = self.samples()
         if not samples:
-            pytest.skip("there are no samples: the scheme only quantises")
+            pytest.skip("there are no samples: the scheme only quantizes")
 
         def run(sample: QuantizedSample) -> None:
             check(self._make(), sample)
@@ -255,14 +255,14 @@ class QuantizationSuite(GeneralComponentSuite):
         return checked((scheme or self._make()).read(stored), "read", stored.shape)
 
     def _check_quantize(self, scheme: Quantization, weight: torch.Tensor) -> None:
-        kept = weight.clone()
-        found = self._quantized(weight, scheme)
-        if not torch.equal(weight, kept):
+        original = weight.clone()
+        matrix = self._quantized(weight, scheme)
+        if not torch.equal(weight, original):
             raise UNCHANGED.violation("quantize changed the weight")
-        numbers = found.dequantize()
-        for what, other in (("a second call", scheme), ("a new instance", self._make())):
+        numbers = matrix.dequantize()
+        for label, other in (("a second call", scheme), ("a new instance", self._make())):
             if not torch.equal(self._quantized(weight, other).dequantize(), numbers):
-                raise DETERMINISTIC.violation(f"{what} of quantize gave other numbers")
+                raise DETERMINISTIC.violation(f"{label} of quantize gave other numbers")
         assert self.max_error is not None
         error = float((numbers - weight).norm() / weight.norm())
         if not error <= self.max_error:
@@ -280,13 +280,13 @@ class QuantizationSuite(GeneralComponentSuite):
             "zeros": torch.zeros_like(weight),
             "numbers up to 1e38": weight / weight.abs().max() * 1e38,
             "numbers below 1e-38": weight / weight.abs().max() * 1e-39,
-            "numbers of which some are a million times larger": spread,
+            "numbers, some of them a million times larger": spread,
             "zeros but for one": single,
             "ones": torch.ones_like(weight),
         }
-        for kind, given in kinds.items():
+        for kind, values in kinds.items():
             try:
-                numbers = self._quantized(given, scheme).dequantize()
+                numbers = self._quantized(values, scheme).dequantize()
             except ValueError as cause:
                 check_message(cause, f"quantize, given {kind},")
                 continue
@@ -299,32 +299,32 @@ class QuantizationSuite(GeneralComponentSuite):
 
     def _check_read(self, scheme: Quantization, sample: QuantizedSample) -> None:
         stored = sample.stored
-        kept = snapshot(dict(stored.tensors))
+        before = snapshot(dict(stored.tensors))
         numbers = self._read(stored, scheme).dequantize()
-        if snapshot(dict(stored.tensors)) != kept:
+        if snapshot(dict(stored.tensors)) != before:
             raise UNCHANGED.violation("read changed the stored tensors")
         if not torch.equal(self._read(stored).dequantize(), numbers):
             raise DETERMINISTIC.violation("a new instance read other numbers")
         self._check_close(numbers, sample.weight, READ, "what was read", torch.float32)
 
     def _check_damage(self, scheme: Quantization, sample: QuantizedSample) -> None:
-        cases = {what: (stored, "") for what, stored in sample.damaged.items()}
-        for what, (stored, name) in (damages(sample) | cases).items():
+        cases = {damage: (stored, "") for damage, stored in sample.damaged.items()}
+        for damage, (stored, name) in (damages(sample) | cases).items():
             try:
                 matrix = scheme.read(stored)
             except ValueError as cause:
-                check_message(cause, f"read, with {what},")
+                check_message(cause, f"read, with {damage},")
                 if name not in str(cause):
                     raise DAMAGE.violation(
-                        f"with {what}, read raised {str(cause)!r}, which does not name it"
+                        f"with {damage}, read raised {str(cause)!r}, which does not name it"
                     ) from cause
                 continue
             except Exception as cause:
                 raise DAMAGE.violation(
-                    f"with {what}, read raised {type(cause).__name__}: {cause}"
+                    f"with {damage}, read raised {type(cause).__name__}: {cause}"
                 ) from cause
             if not isinstance(matrix, QuantizedMatrix) or matrix.is_finite():
-                raise DAMAGE.violation(f"with {what}, read raised nothing")
+                raise DAMAGE.violation(f"with {damage}, read raised nothing")
 
     def _check_parts(self, matrix: QuantizedMatrix) -> None:
         numbers, (rows, columns) = matrix.dequantize(), matrix.shape
@@ -332,13 +332,13 @@ class QuantizationSuite(GeneralComponentSuite):
         if type(unit) is not int or unit < 1:
             raise PARTS.violation(f"alignment is {short_repr(unit)}, expected a whole number >= 1")
         for start, stop in {(0, rows), (0, (rows + 1) // 2), (rows // 2, rows), (rows, rows)}:
-            found = matrix.rows(start, stop)
-            check_part(found, numbers[start:stop], f"rows {start} to {stop}")
+            part = matrix.rows(start, stop)
+            check_part(part, numbers[start:stop], f"rows {start} to {stop}")
         ends = sorted({*range(0, columns, unit), columns})
         for start, stop in {(0, columns), (0, ends[1]), (ends[-2], columns), (ends[1], ends[-1])}:
-            found = matrix.columns(start, stop)
-            check_part(found, numbers[:, start:stop], f"columns {start} to {stop}")
-            again = found.rows(rows // 2, rows)
+            part = matrix.columns(start, stop)
+            check_part(part, numbers[:, start:stop], f"columns {start} to {stop}")
+            again = part.rows(rows // 2, rows)
             check_part(again, numbers[rows // 2 :, start:stop], "rows of columns")
         check_joined(matrix, numbers)
         for start, stop in ((1, columns), (0, columns - 1), (unit // 2, columns)):
@@ -354,14 +354,15 @@ class QuantizationSuite(GeneralComponentSuite):
             "its first columns": (slice(None), slice(0, middle)),
             "its last columns": (slice(None), slice(middle, columns)),
         }
-        for what, cut in cuts.items():
+        for part_name, cut in cuts.items():
             if not weight[cut].numel():
                 continue
             part = self._quantized(weight[cut].clone(), scheme).dequantize()
             if not torch.equal(part, numbers[cut]):
                 raise PART_OF_WEIGHT.violation(
-                    f"of a weight {list(weight.shape)}, {what}, quantised alone, differ by "
-                    f"{float((part - numbers[cut]).abs().max()):.3g} from those of the whole"
+                    f"of a weight {list(weight.shape)}, {part_name}, quantized alone, differ by "
+                    f"{float((part - numbers[cut]).abs().max()):.3g} from the same part of the "
+                    "whole"
                 )
 
     def _check_dequantize(self, matrix: QuantizedMatrix) -> None:
@@ -376,11 +377,11 @@ class QuantizationSuite(GeneralComponentSuite):
                 f"dequantize returned {described(numbers)}, expected torch.float32 "
                 f"{list(matrix.shape)}"
             )
-        kept = numbers.clone()
+        before = numbers.clone()
         numbers += 1
-        if not torch.equal(matrix.dequantize(), kept):
-            raise DEQUANTIZE.violation("what was written to the numbers changed the matrix")
-        if matrix.is_finite() != bool(kept.isfinite().all()):
+        if not torch.equal(matrix.dequantize(), before):
+            raise DEQUANTIZE.violation("writing to the numbers changed the matrix")
+        if matrix.is_finite() != bool(before.isfinite().all()):
             raise FINITE.violation(f"is_finite returned {matrix.is_finite()} for its numbers")
         if isinstance(matrix, AffineCodes) and matrix.bits < 8:
             largest = int(matrix.codes.amax())
@@ -395,11 +396,11 @@ class QuantizationSuite(GeneralComponentSuite):
             wide = torch.randn(5, columns + 3, generator=generator).to(dtype)
             x = wide[:, :columns]  # rows of a wider tensor
             expected = x.double() @ matrix.dequantize().double().T
-            for given, out_dtype in ((None, dtype), (bias, dtype), (None, torch.float32)):
-                multiply = matrix.linear(given, out_dtype)
+            for row_bias, out_dtype in ((None, dtype), (bias, dtype), (None, torch.float32)):
+                multiply = matrix.linear(row_bias, out_dtype)
                 if multiply is None:
                     return
-                wanted = expected if given is None else expected + given.double()
+                wanted = expected if row_bias is None else expected + row_bias.double()
                 self._check_product(multiply, x, wanted, out_dtype)
 
     def _check_product(
@@ -409,34 +410,35 @@ class QuantizationSuite(GeneralComponentSuite):
         expected: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:
-        kept = x.clone()
+        before = x.clone()
         result = multiply(x)
         check_result(result, x, expected.shape, dtype)
-        if not torch.equal(x, kept):
+        if not torch.equal(x, before):
             raise UNCHANGED.violation("linear changed x")
         result = result.clone()
         self._check_close(result, expected, LINEAR, "linear", x.dtype)
         for row in range(len(x)):
-            given = x[row : row + 1]
-            alone = multiply(given)
-            check_result(alone, given, expected[row : row + 1].shape, dtype)
+            row_input = x[row : row + 1]
+            alone = multiply(row_input)
+            check_result(alone, row_input, expected[row : row + 1].shape, dtype)
             alone = alone[0]
             if self.batch_invariant and not torch.equal(alone, result[row]):
                 raise ROWS.violation(
                     f"row {row} of {len(x)} differs from the same row alone by "
                     f"{float((alone - result[row]).abs().max()):.3g}"
                 )
-            what = f"linear of row {row} alone"
-            self._check_close(alone, expected[row], ROWS, what, x.dtype)
+            label = f"linear of row {row} alone"
+            self._check_close(alone, expected[row], ROWS, label, x.dtype)
 
     def _check_bytes(self, matrix: QuantizedMatrix) -> None:
         stored = self._make().stored_bytes(matrix.shape)
         if stored is None:
             return
-        found = num_bytes(matrix)
-        if type(stored) is not int or abs(stored - found) > _ESTIMATE * found:
+        actual_bytes = num_bytes(matrix)
+        if type(stored) is not int or abs(stored - actual_bytes) > _ESTIMATE * actual_bytes:
             raise BYTES.violation(
-                f"stored_bytes of {matrix.shape} is {stored}, codes and scales have {found} bytes"
+                f"stored_bytes of {matrix.shape} is {stored}, codes and scales have "
+                f"{actual_bytes} bytes"
             )
 
     def _compare_layers(self, weight: Weight, numbers: torch.Tensor) -> int:
@@ -450,13 +452,13 @@ class QuantizationSuite(GeneralComponentSuite):
             way = Way(use, ops)
             plain = Way("none", torch_ops)
             expected = load_layers(shape, numbers, scheme, plain)[1]
-            model, found = load_layers(shape, weight, scheme, way)
-            self._check_results(found, expected, dtype, "one rank")
+            model, results = load_layers(shape, weight, scheme, way)
+            self._check_results(results, expected, dtype, "one rank")
             if (packed := model.packed_weights()) is not None:
                 again = build_layers(shape, ops, way.tensor)
                 again.load_packed(packed)
                 with torch.inference_mode():
-                    self._check_results(again.results(), found, dtype, "a model that was kept")
+                    self._check_results(again.results(), results, dtype, "a model that was kept")
             self._check_ranks(shape, weight, scheme, way, expected if divides else None)
         return divides
 
@@ -468,7 +470,7 @@ class QuantizationSuite(GeneralComponentSuite):
         way: Way,
         expected: Mapping[str, torch.Tensor] | None,
     ) -> None:
-        """Check that two ranks give what is expected; None: that they are refused."""
+        """Check that two ranks give the expected results; None: that they are rejected."""
 
         def run(tensor: Communicator) -> dict[str, torch.Tensor]:
             return load_layers(shape, weight, scheme, replace(way, tensor=tensor))[1]
@@ -491,13 +493,15 @@ class QuantizationSuite(GeneralComponentSuite):
 
     def _check_results(
         self,
-        found: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
         expected: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
         where: str,
     ) -> None:
-        for what, result in found.items():
-            self._check_close(result, expected[what], LAYERS, f"{what} in {where}, {dtype},", dtype)
+        for layer, result in results.items():
+            self._check_close(
+                result, expected[layer], LAYERS, f"{layer} in {where}, {dtype},", dtype
+            )
 
     def _matrix(self, weight: Weight) -> QuantizedMatrix:
         if isinstance(weight, QuantizedWeight):
@@ -509,16 +513,16 @@ class QuantizationSuite(GeneralComponentSuite):
         got: torch.Tensor,
         expected: torch.Tensor,
         rule: Rule,
-        what: str,
+        label: str,
         dtype: torch.dtype,
     ) -> None:
         if got.shape != expected.shape:
-            raise rule.violation(f"{what} has {list(got.shape)}, expected {list(expected.shape)}")
+            raise rule.violation(f"{label} has {list(got.shape)}, expected {list(expected.shape)}")
         limit = self.tolerance or _ROUNDED[dtype]
         scale = max(float(expected.abs().max()), 1e-6)
         difference = (got.double() - expected.double()).abs().nan_to_num(math.inf)
         if float(difference.max()) > limit * scale:
             raise rule.violation(
-                f"{what} differs by {float(difference.max()):.3g}, the largest number is "
+                f"{label} differs by {float(difference.max()):.3g}, the largest number is "
                 f"{scale:.3g}"
             )

@@ -1,4 +1,4 @@
-"""A model of one matrix in each kind of layer, loaded as a worker loads weights of few bits."""
+"""A model of one matrix in each kind of layer, loaded as a worker loads quantized weights."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class QuantizedLayers(Model):
         self._layers: list[PackedLayer] = [self._embedding, self._fused, self._down]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return those of all layers."""
+        """Return the weight shapes of all layers."""
         return weight_shapes(self._layers)
 
     def weight_cuts(self) -> dict[str, Cut]:
-        """Return those of all layers."""
+        """Return the weight cuts of all layers."""
         return weight_cuts(self._layers)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -98,7 +98,7 @@ class QuantizedLayers(Model):
         quantizable(self._layers)[name].load_quantized(name, matrix)
 
     def packed_weights(self) -> Mapping[str, torch.Tensor] | None:
-        """Return those of all layers."""
+        """Return the packed weights of all layers."""
         return packed_weights(self._layers)
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -125,13 +125,13 @@ class QuantizedLayers(Model):
         """
         ids = torch.arange(min(self.context.config.vocab_size, 9))
         x = self._embedding(ids)
-        found = {
+        by_name = {
             "the rows of an embedding": x,
             PRODUCT: self._fused(x).view(len(x), 2, -1),
             "a product cut by columns": self._down(x[:, self.columns.start : self.columns.stop]),
             "the logits of tied embeddings": self._head(x),
         }
-        return {name: result.double() for name, result in found.items()}
+        return {name: result.double() for name, result in by_name.items()}
 
 
 def load_layers(
@@ -153,10 +153,10 @@ def load_layers(
 
     def weights() -> Iterator[tuple[str, Weight]]:
         for name, whole in model.weight_shapes().items():
-            found = weight if len(whole) == 2 else torch.randn(whole, generator=biases)
-            if name in cuts and isinstance(found, torch.Tensor):
-                found = cuts[name].of(found)
-            yield name, found
+            tensor = weight if len(whole) == 2 else torch.randn(whole, generator=biases)
+            if name in cuts and isinstance(tensor, torch.Tensor):
+                tensor = cuts[name].of(tensor)
+            yield name, tensor
 
     with torch.inference_mode():
         load_quantized(model, weights(), scheme, way.use)

@@ -1,4 +1,4 @@
-"""Matrices of few bits for models, and the rule for loading them."""
+"""Quantized matrices for models, and the rule for loading them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix
 from hardpoint.testing.suite import Rule, short_repr
 
 QUANTIZED = Rule(
-    "quantized: of matrices of few bits, a model computes what it does of their numbers",
-    "let quantizable name matrices of weight_shapes, and load_quantized load each in the place of "
+    "quantized: with quantized matrices, a model computes the same as with their dequantized ones",
+    "let quantizable name matrices of weight_shapes, and load_quantized load each instead of "
     "its tensor; layers of hardpoint.toolkit.layers do both",
 )
 
@@ -42,7 +42,7 @@ class OwnMatrix(QuantizedMatrix):
 
     @property
     def alignment(self) -> int:
-        """That of the codes."""
+        """Divisor of the columns at which the codes can be cut."""
         return self.codes.alignment
 
     def rows(self, start: int, stop: int) -> OwnMatrix:
@@ -66,28 +66,28 @@ class OwnMatrix(QuantizedMatrix):
 
 
 def quantizable_names(model: Model) -> list[str]:
-    """Return the names of matrices that may have few bits.
+    """Return the names of quantizable matrices.
 
     Raises:
-        Violation: one is no matrix of the model.
+        Violation: one is not a matrix of the model.
     """
     names = list(model.quantizable())
     shapes = model.weight_shapes()
     for name in names:
         if name not in shapes or len(shapes[name]) != 2:
-            found = short_repr(shapes[name]) if name in shapes else "is not there"
+            described_shape = short_repr(shapes[name]) if name in shapes else "is not there"
             raise QUANTIZED.violation(
-                f"quantizable has {short_repr(name)}, which {found} in weight_shapes"
+                f"quantizable has {short_repr(name)}, which {described_shape} in weight_shapes"
             )
     return names
 
 
 def quantized_forms(codes: Mapping[str, AffineCodes]) -> dict[str, dict[str, QuantizedMatrix]]:
     """Return matrices by name and by description: codes, others, and some of both."""
-    own = {name: OwnMatrix(matrix) for name, matrix in codes.items()}
-    mixed = {name: codes[name] if i % 3 else own[name] for i, name in enumerate(codes)}
+    wrapped = {name: OwnMatrix(matrix) for name, matrix in codes.items()}
+    mixed = {name: codes[name] if i % 3 else wrapped[name] for i, name in enumerate(codes)}
     return {
         "codes": dict(codes),
-        "matrices that multiply themselves": dict(own),
+        "matrices that multiply themselves": dict(wrapped),
         "some matrices of each kind": {n: m for i, (n, m) in enumerate(mixed.items()) if i % 4},
     }

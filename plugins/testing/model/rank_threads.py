@@ -1,4 +1,4 @@
-"""Ranks as threads: what a model does in each of the workers that share it, in one process."""
+"""Ranks as threads: the workers of a sharded model, in one process."""
 
 from __future__ import annotations
 
@@ -88,17 +88,19 @@ class ThreadExchange:
         """
         with self._changed:
             self._check()
-            given = self._round  # a dict per round: a fast rank may begin the next
-            given[rank] = (call, x.clone())
-            if len(given) == self.size:
+            entries = self._round  # a dict per round: a fast rank may begin the next
+            entries[rank] = (call, x.clone())
+            if len(entries) == self.size:
                 self._round = {}
                 self._changed.notify_all()
-            self._wait(rank, call, lambda: len(given) == self.size)
-        calls = [given[other][0] for other in range(self.size)]
+            self._wait(rank, call, lambda: len(entries) == self.size)
+        calls = [entries[other][0] for other in range(self.size)]
         if len(set(calls)) > 1:
-            different = ", ".join(f"rank {other}: {what}" for other, what in enumerate(calls))
+            different = ", ".join(
+                f"rank {other}: {call_made}" for other, call_made in enumerate(calls)
+            )
             raise ValueError(f"the ranks make different calls ({different})")
-        return [given[other][1] for other in range(self.size)]
+        return [entries[other][1] for other in range(self.size)]
 
     def put(self, source: int, destination: int, x: torch.Tensor) -> None:
         """Store x for a rank."""
@@ -159,7 +161,7 @@ class ThreadCommunicator(Communicator):
     devices = ("cpu", "cuda")
 
     def __init__(self, context: CommunicatorContext, exchange: ThreadExchange) -> None:
-        """Join; the exchange is that of all ranks."""
+        """Join the exchange, which all ranks share."""
         super().__init__(context)
         self._exchange = exchange
 
@@ -175,7 +177,7 @@ class ThreadCommunicator(Communicator):
         """Stack the row of each rank that is for this one."""
         if len(x) != self.size:
             raise ValueError(f"x: expected {self.size} rows, one per rank, got {len(x)}")
-        return torch.stack([given[self.rank] for given in self._collect("all_to_all", x)])
+        return torch.stack([row[self.rank] for row in self._collect("all_to_all", x)])
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """Copy the x of one rank."""
@@ -188,7 +190,7 @@ class ThreadCommunicator(Communicator):
         self._exchange.put(self.rank, destination, x)
 
     def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """Wait for what was stored."""
+        """Wait for a stored tensor."""
         self._check_rank("source", source, is_other=True)
         sent = self._exchange.pop(source, self.rank)
         if (sent.shape, sent.dtype) != (x.shape, x.dtype):
@@ -205,11 +207,11 @@ class ThreadCommunicator(Communicator):
     def _collect(self, call: str, x: torch.Tensor) -> list[torch.Tensor]:
         return self._exchange.collect(self.rank, f"{call} of {list(x.shape)} {x.dtype}", x)
 
-    def _check_rank(self, what: str, rank: int, *, is_other: bool = False) -> None:
+    def _check_rank(self, operation: str, rank: int, *, is_other: bool = False) -> None:
         if not 0 <= rank < self.size or (is_other and rank == self.rank):
             others = ", another one" if is_other else ""
             raise ValueError(
-                f"{what}: expected a rank from 0 to {self.size - 1}{others}, got {rank}"
+                f"{operation}: expected a rank from 0 to {self.size - 1}{others}, got {rank}"
             )
 
 

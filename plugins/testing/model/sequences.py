@@ -29,7 +29,7 @@ def softmax_attention(
     spec: KVSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """Return softmax(scale * q . k) . v of one query, capped, with sinks; see `QueryAttention`."""
-    # Query heads that share a key head are neighbours.
+    # Query heads that share a key head are neighbors.
     grouped = query.view(spec.num_kv_heads, -1, spec.head_size)
     scores = grouped @ keys.permute(1, 2, 0) * spec.scale
     if spec.softcap is not None:
@@ -42,7 +42,7 @@ def softmax_attention(
 
 
 def ordered(counts: Counts) -> Counts:
-    """Return a step's sequences in the order of the engine: those with a single token first."""
+    """Return a step's sequences in the order of the engine: single tokens first."""
     return sorted(counts, key=lambda item: item[1] != 1)
 
 
@@ -158,11 +158,11 @@ def mistaken_sinks(spec: KVSpec) -> Iterator[tuple[str, KVSpec]]:
     """Yield common mistakes with the sinks of a layer, if it has some, and their specs."""
     if spec.sinks is None:
         return
-    yield "that without the sinks", replace(spec, sinks=None)
+    yield "the result without the sinks", replace(spec, sinks=None)
     scaled = replace(spec, sinks=spec.sinks * spec.scale)
-    yield "that with sinks that are scaled as scores are", scaled
+    yield "the result with sinks that are scaled as scores are", scaled
     reverse = replace(spec, sinks=spec.sinks.flip(0))
-    yield "that with the sinks of the heads in reverse order", reverse
+    yield "the result with the sinks of the heads in reverse order", reverse
 
 
 def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
@@ -170,7 +170,7 @@ def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
     if cache_dtype not in CODE_DTYPES:
         return
     read = read_coded(cache_dtype)
-    yield "that of keys and values as they are, not as codes", read_uncoded
+    yield "the result for keys and values without codes", read_uncoded
 
     def read_own_uncoded(
         keys: torch.Tensor, values: torch.Tensor, num_new: int
@@ -180,7 +180,10 @@ def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
         keys, values = (torch.cat((a[:old], b[old:])) for a, b in zip(sides, new, strict=True))
         return keys, values
 
-    yield "that of codes of earlier steps, and of this step's keys and values", read_own_uncoded
+    yield (
+        "the result for codes of earlier steps, and for this step's keys and values without codes",
+        read_own_uncoded,
+    )
 
     def read_whole_tokens(
         keys: torch.Tensor, values: torch.Tensor, _num_new: int
@@ -193,7 +196,7 @@ def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
         )
         return rotate_heads(next(whole)).double(), next(whole)
 
-    yield "that of one scale for all heads of a token", read_whole_tokens
+    yield "the result for one scale for all heads of a token", read_whole_tokens
 
     def read_swapped(
         keys: torch.Tensor, values: torch.Tensor, _num_new: int
@@ -211,9 +214,9 @@ def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
         unrotated = dequantize_heads(*quantize_heads(keys, cache_dtype), torch.float64)
         return unrotated, read(keys, values, 0)[1]
 
-    yield "that of keys that are not rotated before they are coded", read_unrotated
+    yield "the result for keys that are not rotated before they are coded", read_unrotated
 
-    yield "that of keys with the scales of values", read_swapped
+    yield "the result for keys with the scales of values", read_swapped
 
 
 class WholeHistory:
@@ -246,8 +249,8 @@ class WholeHistory:
             ahead: how many later tokens each token sees; empty: none does.
         """
         self._ahead = ahead
-        for side, given in ((self._keys, k), (self._values, v)):
-            rows, start = given.detach().double().cpu(), 0
+        for side, tensor in ((self._keys, k), (self._values, v)):
+            rows, start = tensor.detach().double().cpu(), 0
             for name, count in counts:
                 part = rows[start : start + count]
                 side[name] = torch.cat((side[name], part)) if name in side else part.clone()
@@ -261,43 +264,61 @@ class WholeHistory:
         return self._attend(counts, q, self.spec)
 
     def with_mistakes(self, counts: Counts, q: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what common mistakes give instead, with their descriptions."""
+        """Yield the results of common mistakes, with their descriptions."""
         right, spec, all_later = self.attend(counts, q), self.spec, [sys.maxsize // 2] * len(q)
         yield "the rows of the step in reverse order", right.flip(0)
         yield "the heads in reverse order", right.flip(1)
         yield (
-            "that of later tokens too (not causal)",
+            "the result with later tokens too (not causal)",
             self._attend(counts, q, spec, ahead=all_later),
         )
         if self._ahead:
-            yield "that of tokens that see no later ones", self._attend(counts, q, spec, ahead=())
+            yield (
+                "the result for tokens that see no later ones",
+                self._attend(counts, q, spec, ahead=()),
+            )
             moved = self._attend(counts, q, spec, moves=True)
-            yield "that of windows that begin later, with the last token in sight", moved
+            yield "the result for windows that begin later, with the last token in sight", moved
         if spec.window is not None:
-            yield "that of an unlimited window", self._attend(counts, q, replace(spec, window=None))
-            for window, what in ((spec.window + 1, "one more"), (spec.window - 1, "one less")):
+            yield (
+                "the result for an unlimited window",
+                self._attend(counts, q, replace(spec, window=None)),
+            )
+            for window, description in (
+                (spec.window + 1, "one more"),
+                (spec.window - 1, "one less"),
+            ):
                 if window:
-                    found = self._attend(counts, q, replace(spec, window=window))
-                    yield f"that of a window of {what} than spec.window", found
+                    mistaken = self._attend(counts, q, replace(spec, window=window))
+                    yield f"the result for a window of {description} than spec.window", mistaken
         step_only = self._attend(counts, q, spec, cached=False)
-        yield "that of this step's tokens alone, without those of earlier steps", step_only
-        for scale, what in ((1.0, "no scale"), (spec.head_size**-0.5, "the scale of head_size")):
-            found = self._attend(counts, q, replace(spec, scale=scale))
-            yield f"that of {what} instead of spec.scale", found
+        yield "the result for this step's tokens alone, without earlier steps", step_only
+        for scale, description in (
+            (1.0, "no scale"),
+            (spec.head_size**-0.5, "the scale of head_size"),
+        ):
+            mistaken = self._attend(counts, q, replace(spec, scale=scale))
+            yield f"the result with {description} instead of spec.scale", mistaken
         if spec.softcap is not None:
             uncapped = self._attend(counts, q, replace(spec, softcap=None))
-            yield "that of scores without the soft cap", uncapped
+            yield "the result of scores without the soft cap", uncapped
             # Of softcap * tanh(s / softcap) * scale, where s is the score that is not scaled.
             cap = replace(spec, softcap=spec.softcap * spec.scale)
-            yield "that of a soft cap on scores that are not scaled", self._attend(counts, q, cap)
-        for what, other in mistaken_sinks(spec):
-            yield what, self._attend(counts, q, other)
-        for what, read in misread_codes(self._cache_dtype):
-            yield what, self._attend(counts, q, spec, read=read)
+            yield (
+                "the result of a soft cap on scores that are not scaled",
+                self._attend(counts, q, cap),
+            )
+        for description, other in mistaken_sinks(spec):
+            yield description, self._attend(counts, q, other)
+        for description, read in misread_codes(self._cache_dtype):
+            yield description, self._attend(counts, q, spec, read=read)
         if 1 < spec.num_kv_heads < spec.num_heads:
             heads = [head % spec.num_kv_heads for head in range(spec.num_heads)]
-            found = self._attend(counts, q, spec, kv_heads=heads)
-            yield "that of query head i with key head i % num_kv_heads, not with i // group", found
+            mistaken = self._attend(counts, q, spec, kv_heads=heads)
+            yield (
+                "the result for query head i with key head i % num_kv_heads, not with i // group",
+                mistaken,
+            )
 
     def _attend(
         self,
@@ -328,9 +349,9 @@ class WholeHistory:
             if kv_heads is not None:
                 keys, values = keys[:, kv_heads], values[:, kv_heads]
                 spec = replace(spec, num_kv_heads=spec.num_heads)
-            for own in range(total - count + 1, total + 1):
-                end = own + next(further)
-                last = end if moves else own
+            for length in range(total - count + 1, total + 1):
+                end = length + next(further)
+                last = end if moves else length
                 first = 0 if spec.window is None else max(last - spec.window, 0)
                 seen = slice(first if cached else max(first, total - count), end)
                 outputs.append(self._attention(spec, next(queries), keys[seen], values[seen]))

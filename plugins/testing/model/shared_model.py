@@ -16,12 +16,12 @@ from hardpoint.testing.suite import Rule, short_repr
 CUTS = Rule(
     "cuts: the ranks need all of every weight together, and each its share",
     "let weight_shapes name the tensors of this stage with their whole shapes, and weight_cuts "
-    "the part of each that this rank computes with: rows of a matrix whose results are divided, "
-    "columns of one whose results are added up",
+    "the part of each tensor for this rank: rows of a matrix with divided results, "
+    "columns of a matrix with results that are summed",
 )
 SHARED = Rule(
-    "shared: ranks that share a model compute what one alone does",
-    "all_reduce what each rank has a part of, all_gather what is divided, in all ranks in the same "
+    "shared: ranks that share a model compute the same as a single rank",
+    "all_reduce partial sums, all_gather divided results, in all ranks in the same "
     "order; let a stage begin with batch.hidden and compute its own layers",
 )
 SHARED_SPECS = Rule(
@@ -31,8 +31,8 @@ SHARED_SPECS = Rule(
 )
 REFUSED = Rule(
     "refused: sizes that a model cannot be divided by are a ModelError of its constructor",
-    "divide by `Parallel.share` and `Parallel.stage_layers`, whose errors name the setting "
-    "(parallel.tensor or parallel.pipeline), what cannot be divided, and the sizes that can",
+    "divide by `Parallel.share` and `Parallel.stage_layers`; their errors name the setting"
+    "(parallel.tensor or parallel.pipeline), the dimension, and the valid sizes",
 )
 HIDDEN_SIZE = Rule(
     "hidden_size: the width of the hidden states that stages pass on",
@@ -88,7 +88,7 @@ class RankResult:
 def check_cut_weights(
     rank: str, whole: Mapping[str, Sequence[int]], shapes: Any, cuts: Any
 ) -> None:
-    """Check that a rank's shapes are those of the whole, and its cuts inside of them.
+    """Check a rank's shapes against the whole model's, and the bounds of its cuts.
 
     Raises:
         Violation: they are not.

@@ -15,7 +15,7 @@ class CodesKind:
     """A form of `AffineCodes`.
 
     Attributes:
-        name: what it is.
+        name: name in messages.
         bits, group: bits of a code, and columns that share a scale.
         dtype: dtype of scales; 8 bits have outer ones.
         has_offsets: whether there are offsets, in the dtype of scales.

@@ -1,4 +1,4 @@
-"""Operations on logits, compared with those of `Ops`, which is plain torch."""
+"""Operations on logits, compared with the plain torch of `Ops`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def draw_logits(rows: int, vocab_size: int, shift: int, device: torch.device) ->
 
 def check_choice(ops: Ops, logits: torch.Tensor, name: str, *columns: torch.Tensor) -> None:
     """Check the tokens that a method returns, for all rows and for each alone."""
-    kept = logits.clone()
+    before = logits.clone()
     expected: torch.Tensor = getattr(Ops, name)(ops, logits, *columns)
     for rows in (slice(None), *(slice(row, row + 1) for row in range(len(logits)))):
         result = getattr(ops, name)(logits[rows], *(column[rows] for column in columns))
@@ -53,16 +53,16 @@ def check_choice(ops: Ops, logits: torch.Tensor, name: str, *columns: torch.Tens
             and result.device == logits.device
         ):
             raise rules.RESULT.violation(
-                f"{name} returned {described(result)} for logits {list(kept[rows].shape)}, "
+                f"{name} returned {described(result)} for logits {list(before[rows].shape)}, "
                 f"expected torch.int64 {list(wanted.shape)} on {logits.device}"
             )
         if not torch.equal(result, wanted):
             row = int((result != wanted).nonzero()[0])
             raise rules.TOKENS.violation(
-                f"{name} returned token {int(result[row])} for {_row_of(kept[rows], row)}, "
+                f"{name} returned token {int(result[row])} for {_row_of(before[rows], row)}, "
                 f"expected {int(wanted[row])}"
             )
-    if not torch.equal(logits.view(torch.int32), kept.view(torch.int32)):
+    if not torch.equal(logits.view(torch.int32), before.view(torch.int32)):
         raise rules.IN_PLACE.violation(f"{name} changed logits")
 
 
@@ -71,53 +71,59 @@ def check_mask(ops: Ops, logits: torch.Tensor, name: str, column: torch.Tensor, 
     expected = logits.clone()
     getattr(Ops, name)(ops, expected, column, *more)
     for rows in (slice(None), *(slice(row, row + 1) for row in range(len(logits)))):
-        given, k = logits[rows], column[rows]
+        subset, k = logits[rows], column[rows]
         if name == "keep_top_k" and not 0 < int(k.amax()) < logits.shape[1] and len(k) == 1:
             continue
-        wide = torch.nn.functional.pad(given, (0, 2))
+        wide = torch.nn.functional.pad(subset, (0, 2))
         result, wanted = wide[:, :-2], expected[rows]
         getattr(ops, name)(result, k, *([int(k)] if more and len(k) == 1 else more))
-        wrong = (result.view(torch.int32) != wanted.view(torch.int32)).nonzero()
-        if len(wrong):
-            row, token = wrong[0].tolist()
-            raise rules.TOKENS.violation(
-                f"{name} of {k[row].item():.6g} left {result[row, token]:.6g} of token {token} "
-                f"in {_row_of(given, row)}, expected {wanted[row, token]:.6g}"
-            )
-        if bool(wide[:, -2:].any()):
-            raise rules.IN_PLACE.violation(f"{name} changed what is next to the logits")
+        differs = result.view(torch.int32) != wanted.view(torch.int32)
+        row = int(differs.any(1).int().argmax())
+        _check_left(name, f"of {k[row].item():.6g}", subset, wide, wanted, differs)
 
 
-def check_in_place(ops: Ops, logits: torch.Tensor, name: str, what: str, *arguments: Any) -> None:
+def check_in_place(ops: Ops, logits: torch.Tensor, name: str, edit: str, *arguments: Any) -> None:
     """Check the logits that a method leaves, and that it leaves its other arguments alone.
 
     Args:
         ops: under test.
         logits: to change.
         name: name of the method.
-        what: it does, after its name in messages.
+        edit: its description, after its name in messages.
         arguments: the other ones; tensors are moved to the device.
     """
     device = logits.device
-    given = [x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for x in arguments]
+    inputs = [x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for x in arguments]
     expected = logits.clone()
-    getattr(Ops, name)(ops, expected, *given)
+    getattr(Ops, name)(ops, expected, *inputs)
     wide = torch.nn.functional.pad(logits, (0, 2))
     result = wide[:, :-2]
-    getattr(ops, name)(result, *given)
+    getattr(ops, name)(result, *inputs)
     differs = result.view(torch.int32) != expected.view(torch.int32)
-    wrong = (differs & ~(result.isnan() & expected.isnan())).nonzero()
-    if len(wrong):
-        row, token = wrong[0].tolist()
+    differs &= ~(result.isnan() & expected.isnan())
+    _check_left(name, edit, logits, wide, expected, differs)
+    for now, before in zip(inputs, arguments, strict=True):
+        if isinstance(before, torch.Tensor) and not torch.equal(now, before.to(device)):
+            raise rules.IN_PLACE.violation(f"{name} changed another argument than the logits")
+
+
+def _check_left(
+    name: str,
+    edit: str,
+    logits: torch.Tensor,
+    wide: torch.Tensor,
+    expected: torch.Tensor,
+    differs: torch.Tensor,
+) -> None:
+    """Check the logits in `wide` after an edit in place, and the two columns next to them."""
+    if bool(differs.any()):
+        row, token = differs.nonzero()[0].tolist()
         raise rules.TOKENS.violation(
-            f"{name} {what} left {result[row, token]:.6g} of token {token} in "
+            f"{name} {edit} left {wide[row, token]:.6g} of token {token} in "
             f"{_row_of(logits, row)}, expected {expected[row, token]:.6g}"
         )
     if bool(wide[:, -2:].any()):
-        raise rules.IN_PLACE.violation(f"{name} changed what is next to the logits")
-    for now, before in zip(given, arguments, strict=True):
-        if isinstance(before, torch.Tensor) and not torch.equal(now, before.to(device)):
-            raise rules.IN_PLACE.violation(f"{name} changed another argument than the logits")
+        raise rules.IN_PLACE.violation(f"{name} changed the memory next to the logits")
 
 
 def _row_of(logits: torch.Tensor, row: int) -> str:

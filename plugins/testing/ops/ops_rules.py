@@ -9,7 +9,7 @@ RESULT = Rule(
     "return one row per row of x, in the context's dtype on its device",
 )
 VALUES = Rule(
-    "values: an operation computes what its docstring says",
+    "values: an operation computes the result in its docstring",
     "sum in float32 at least, and round the result once",
 )
 ROWS = Rule(
@@ -27,11 +27,11 @@ KEPT = Rule(
     "state no layout",
 )
 TOKENS = Rule(
-    "tokens: an operation on logits keeps or returns the tokens that its docstring says",
+    "tokens: an operation on logits keeps or returns the tokens in its docstring",
     "do as the method of Ops that is overridden, which is plain torch",
 )
 REPEATED = Rule(
-    "repeated: what record returns repeats every operation, on the same tensors",
+    "repeated: the result of record repeats every operation, on the same tensors",
     "record all that the operations compute, or return None",
 )
 SIZES = Rule(

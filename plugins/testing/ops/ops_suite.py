@@ -95,15 +95,15 @@ class OpsSuite(GeneralComponentSuite):
             x = self._draw(rows, size + 3, dtype=dtype)[:, :size]  # rows of a wider tensor
             expected = x.double() @ weight.double().T
             packed = self._pack(ops, weight)
-            for given, out_dtype in ((None, None), (bias, None), (None, torch.float32)):
-                multiply = ops.linear(packed, (columns, size), given, out_dtype=out_dtype)
-                wanted = expected if given is None else expected + given.double()
+            for bias_arg, out_dtype in ((None, None), (bias, None), (None, torch.float32)):
+                multiply = ops.linear(packed, (columns, size), bias_arg, out_dtype=out_dtype)
+                wanted = expected if bias_arg is None else expected + bias_arg.double()
                 self._compare(multiply, x, wanted, out_dtype or dtype, "linear")
 
     @checks(rules.VALUES, cases=_codes)
     def test_codes(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Products with matrices of few bits of every form, alone and stacked, are those of the
-        dequantised matrices.
+        """Products with quantized matrices of every form, alone and stacked, equal the products of
+        the dequantized matrices.
         """
         generator = torch.Generator().manual_seed(size)
         forms = [form.draw(count, size, generator) for count, form in enumerate(FORMS, 17)]
@@ -117,18 +117,18 @@ class OpsSuite(GeneralComponentSuite):
             scale = (x.double().square() @ weight.double().square().T).sqrt()
             bias = self._draw(len(weight), dtype=dtype)
             packed = self._packed(ops, "pack_codes", functools.partial(_pack_codes, parts))
-            kept = torch.cat([part.dequantize() for part in parts]).to(x.device)
-            self._check_kept(kept, weight, "pack_codes", "its parts")
-            for given, out_dtype in ((None, None), (bias, torch.float32))[: len(parts)]:
-                multiply = ops.linear(packed, shape, given, out_dtype=out_dtype)
-                wanted = expected if given is None else expected + given.double()
-                what = f"linear of codes ({name})"
-                self._compare(multiply, x, wanted, out_dtype or dtype, what, scale=scale)
+            before = torch.cat([part.dequantize() for part in parts]).to(x.device)
+            self._check_kept(before, weight, "pack_codes", "its parts")
+            for bias_arg, out_dtype in ((None, None), (bias, torch.float32))[: len(parts)]:
+                multiply = ops.linear(packed, shape, bias_arg, out_dtype=out_dtype)
+                wanted = expected if bias_arg is None else expected + bias_arg.double()
+                label = f"linear of codes ({name})"
+                self._compare(multiply, x, wanted, out_dtype or dtype, label, scale=scale)
             self._check_recorded(ops, multiply, x)
 
     @checks(rules.VALUES, cases=_codes)
     def test_embedding(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Rows of matrices of few bits, if they can be read."""
+        """Rows of quantized matrices, if they can be read."""
         generator = torch.Generator().manual_seed(size)
         for form in FORMS:
             matrix = form.draw(23, size, generator)
@@ -186,7 +186,7 @@ class OpsSuite(GeneralComponentSuite):
                 ids.copy_((ids + 3) % 7)
                 if not torch.equal(recorded(), function(ids.clone())):
                     raise rules.REPEATED.violation(
-                        "what record returned gave another result than running"
+                        "the result of record gave another result than running"
                     )
         for limit in (1, 2, 7, 256, 1000):
             sizes = ops.record_sizes(limit)
@@ -213,11 +213,11 @@ class OpsSuite(GeneralComponentSuite):
         delta = self._draw(rows, size, dtype=dtype)
         for weight in (self._draw(size, dtype=dtype), self._draw(size, dtype=torch.float32)):
             x = self._draw(rows, size, dtype=dtype)
-            kept, total = delta.clone(), (x + delta).double()
+            original, total = delta.clone(), (x + delta).double()
             result = ops.add_rms_norm(x, delta, weight, EPS)
             self._check_close(x, total, "x after add_rms_norm")
             self._check_close(result, norm(x, weight), "add_rms_norm")
-            self._check_kept(delta, kept, "add_rms_norm", "delta")
+            self._check_kept(delta, original, "add_rms_norm", "delta")
 
     @checks(rules.VALUES, cases=_tensors)
     def test_rotate(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
@@ -245,18 +245,18 @@ class OpsSuite(GeneralComponentSuite):
         before = wide.clone()
         ops.scale(wide[:, :size], 0.3)
         self._check_close(wide[:, :size], before[:, :size].double() * 0.3, "scale")
-        self._check_kept(wide[:, size:], before[:, size:], "scale", "what is next to x")
+        self._check_kept(wide[:, size:], before[:, size:], "scale", "the memory next to x")
 
     @checks(rules.VALUES, cases=_tensors)
     def test_add(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """A sum, in place; nothing else is changed."""
         wide, delta = (self._draw(rows, size + 3, dtype=dtype) for _ in range(2))
-        before, kept = wide.clone(), delta.clone()
+        before, original = wide.clone(), delta.clone()
         ops.add(wide[:, :size], delta[:, 1 : 1 + size])
-        expected = before[:, :size].double() + kept[:, 1 : 1 + size].double()
+        expected = before[:, :size].double() + original[:, 1 : 1 + size].double()
         self._check_close(wide[:, :size], expected, "add")
-        self._check_kept(wide[:, size:], before[:, size:], "add", "what is next to x")
-        self._check_kept(delta, kept, "add", "delta")
+        self._check_kept(wide[:, size:], before[:, size:], "add", "the memory next to x")
+        self._check_kept(delta, original, "add", "delta")
 
     @checks(rules.VALUES, cases=_tensors)
     def test_gates(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
@@ -268,8 +268,8 @@ class OpsSuite(GeneralComponentSuite):
 
     @checks(rules.VALUES, cases=_tensors)
     def test_experts(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Mixtures of experts, of which rows choose some, none, or some that are elsewhere; without
-        biases, and with biases and `ClampedSwiGLU` if `experts` takes them.
+        """Mixtures of experts; rows choose some, none, or some of another rank; without biases, and
+        with biases and `ClampedSwiGLU` if `experts` takes them.
         """
         self._check_experts(ops, dtype, size, rows, clamped=None)
         if "biases" in inspect.signature(ops.experts).parameters:
@@ -316,7 +316,7 @@ class OpsSuite(GeneralComponentSuite):
     @checks(rules.VALUES, cases=_tensors)
     def test_lora(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Low-rank adapters change, in place, the rows that have one; rows without an adapter, or
-        with one that does not exist, are kept. Rows to change may be float32.
+        with an unknown one, are unchanged. Rows to change may be float32.
         """
         count, columns = 3, size + 1
         arguments = self._draw_lora(rows, size, columns, count, dtype)
@@ -325,7 +325,7 @@ class OpsSuite(GeneralComponentSuite):
         mine = adapters.clamp(0, count - 1)
         inner = torch.einsum("rd,rkd->rk", x.double(), a.double()[mine])
         delta = torch.einsum("rk,rck->rc", inner, b.double()[mine]) * scales.double()[mine, None]
-        kept = {name: argument.clone() for name, argument in arguments.items()}
+        original = {name: argument.clone() for name, argument in arguments.items()}
         for of_y in dict.fromkeys((dtype, torch.float32)):
             wide = self._draw(rows, columns + 3, dtype=of_y)
             expected = wide[:, :columns].double() + delta * is_here.unsqueeze(1)
@@ -333,14 +333,14 @@ class OpsSuite(GeneralComponentSuite):
                 result = wide[some].clone()
                 ops.add_lora(result[:, :columns], x[some], a, b, adapters[some], scales)
                 for name, argument in arguments.items():
-                    self._check_kept(argument, kept[name], "add_lora", name)
+                    self._check_kept(argument, original[name], "add_lora", name)
                 self._check_close(result[:, :columns], expected[some], "add_lora")
                 none = ~is_here[some]
-                what = "rows without an adapter"
+                label = "rows without an adapter"
                 before = wide[some, :columns][none]
-                self._check_kept(result[:, :columns][none], before, "add_lora", what)
-                what = "what is next to y"
-                self._check_kept(result[:, columns:], wide[some, columns:], "add_lora", what)
+                self._check_kept(result[:, :columns][none], before, "add_lora", label)
+                label = "the memory next to y"
+                self._check_kept(result[:, columns:], wide[some, columns:], "add_lora", label)
 
     @checks(rules.ROWS, cases=_tensors)
     def test_lora_rows(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
@@ -387,21 +387,21 @@ class OpsSuite(GeneralComponentSuite):
         scales = (torch.rand(count) + 0.5).to(x.device)
         return {"x": x, "a": a, "b": b, "adapters": adapters, "scales": scales}
 
-    def _check_same(self, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-        """Check results of `add_lora` against those of all rows: of `batch_invariant`, the bits."""
+    def _check_same(self, got: torch.Tensor, expected: torch.Tensor, label: str) -> None:
+        """Compare `add_lora` results with results of all rows; bitwise if `batch_invariant`."""
         if self.batch_invariant and torch.equal(got, expected):
             return
         limit = 0.0 if self.batch_invariant else self.tolerance or _TOLERANCES.get(got.dtype, 1e-5)
         difference = float((got.double() - expected.double()).abs().max())
         if not difference <= limit * max(float(expected.abs().max()), 1e-3):
-            raise rules.ROWS.violation(f"add_lora {what} differs by {difference:.3g}")
+            raise rules.ROWS.violation(f"add_lora {label} differs by {difference:.3g}")
 
     @checks(rules.VALUES, cases=_tensors)
     def test_attend_within(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Attention of sequences in both directions, with windows; each as it is alone."""
         starts = [0, *itertools.accumulate(1 + 4 * row % 7 for row in range(rows))]
         wide = self._draw(starts[-1], 3, 2, size + 3, dtype=dtype)
-        kept, scale = wide.clone(), size**-0.5
+        original, scale = wide.clone(), size**-0.5
         for window in (None, 0, 2):
             q, k, v = wide[..., :size].unbind(1)
             result = ops.attend_within(q, k, v, starts, scale, window)
@@ -410,7 +410,7 @@ class OpsSuite(GeneralComponentSuite):
                     f"attend_within returned {described(result)} for q {list(q.shape)}, expected "
                     f"the same shape, {dtype} on {q.device}"
                 )
-            self._check_kept(wide, kept, "attend_within", "q, k or v")
+            self._check_kept(wide, original, "attend_within", "q, k or v")
             for first, end in itertools.pairwise(starts):
                 a, b, c = (x[first:end] for x in (q, k, v))
                 expected = attention(a, b, c, scale, window)
@@ -431,7 +431,7 @@ class OpsSuite(GeneralComponentSuite):
 
     @checks(rules.TOKENS, cases=_logits)
     def test_draw(self, ops: Ops, logits: torch.Tensor) -> None:
-        """Random tokens, and those of greedy rows among them."""
+        """Random tokens, with greedy rows among them."""
         generator = torch.Generator().manual_seed(len(logits))
         low, high = -(2**63), 2**63 - 1
         seeds = torch.randint(low, high, (len(logits),), generator=generator)
@@ -468,8 +468,8 @@ class OpsSuite(GeneralComponentSuite):
         masks[::4, ::2], masks[1::4, 1::2] = 0, -1  # all of 32 tokens at once
         rows = torch.randperm(len(logits), generator=generator)[: len(logits) // 2 + 1]
         bitmask = masks.to(torch.int32)[: len(rows)]
-        what = f"in rows {rows.tolist()}"
-        check_in_place(ops, logits, "keep_tokens", what, rows, bitmask)
+        label = f"in rows {rows.tolist()}"
+        check_in_place(ops, logits, "keep_tokens", label, rows, bitmask)
 
     @checks(rules.TOKENS, cases=_logits)
     def test_edit(self, ops: Ops, logits: torch.Tensor) -> None:
@@ -482,16 +482,16 @@ class OpsSuite(GeneralComponentSuite):
             values = torch.randn(len(places), generator=generator) * 9
             values[::5] = -math.inf
             rows = torch.unique(places // vocab)
-            given = (places, None, rows) if op is Op.KEEP_ONLY else (places, values)
-            what = f"with {op} of rows {rows.tolist()}"
-            check_in_place(ops, logits, "edit", what, op, *given)
+            inputs = (places, None, rows) if op is Op.KEEP_ONLY else (places, values)
+            label = f"with {op} of rows {rows.tolist()}"
+            check_in_place(ops, logits, "edit", label, op, *inputs)
 
     @checks(rules.TOKENS, cases=_logits)
     def test_divide(self, ops: Ops, logits: torch.Tensor) -> None:
         """Each row is divided by its own number."""
         numbers = [(0.7, 1.0, 1e30, 1e-5, 3.0)[row % 5] for row in range(len(logits))]
-        what = f"by {numbers}"
-        check_in_place(ops, logits, "divide", what, torch.tensor(numbers).unsqueeze(1))
+        label = f"by {numbers}"
+        check_in_place(ops, logits, "divide", label, torch.tensor(numbers).unsqueeze(1))
 
     @contextmanager
     def _in_use(self) -> Iterator[InUse]:
@@ -528,7 +528,7 @@ class OpsSuite(GeneralComponentSuite):
         return self._packed(ops, "pack", lambda ops: ops.pack(weight.clone()))
 
     def _packed(self, ops: Ops, name: str, pack: Callable[[Ops], torch.Tensor]) -> torch.Tensor:
-        """Return a packed matrix; one that may be kept was packed by another component."""
+        """Return a packed matrix; a reusable one was packed by another component."""
         packed = pack(ops)
         if not ops.layout:
             return packed
@@ -561,7 +561,7 @@ class OpsSuite(GeneralComponentSuite):
         x: torch.Tensor,
         expected: torch.Tensor,
         dtype: torch.dtype,
-        what: str,
+        label: str,
         rounded: torch.dtype | None = None,
         scale: torch.Tensor | None = None,
     ) -> None:
@@ -572,11 +572,11 @@ class OpsSuite(GeneralComponentSuite):
             x: its argument.
             expected: its result.
             dtype: dtype of the result.
-            what: it is, for messages.
-            rounded: a coarser dtype that results may have been rounded to; None is that of x.
+            label: its name in messages.
+            rounded: a coarser dtype that results may have been rounded to; None is the dtype of x.
             scale: numbers that errors are relative to, if they are larger than the results.
         """
-        kept = x.clone()
+        original = x.clone()
         result = function(x)
         if (
             not isinstance(result, torch.Tensor)
@@ -585,28 +585,28 @@ class OpsSuite(GeneralComponentSuite):
             or result.device != x.device
         ):
             raise rules.RESULT.violation(
-                f"{what} returned {described(result)} for x {list(x.shape)}, expected {dtype} "
+                f"{label} returned {described(result)} for x {list(x.shape)}, expected {dtype} "
                 f"{list(expected.shape)} on {x.device}"
             )
         rounded = rounded or x.dtype
-        self._check_close(result, expected, what, rounded, scale)
-        self._check_kept(x, kept, what, "x")
+        self._check_close(result, expected, label, rounded, scale)
+        self._check_kept(x, original, label, "x")
         for row in range(len(x)):
             alone = function(x[row : row + 1])[0]
             if self.batch_invariant and not torch.equal(alone, result[row]):
                 raise rules.ROWS.violation(
-                    f"{what}: row {row} of {len(x)} differs by "
+                    f"{label}: row {row} of {len(x)} differs by "
                     f"{(alone.double() - result[row].double()).abs().max():.3g} from the same row "
                     f"alone"
                 )
             part = None if scale is None else scale[row]
-            self._check_close(alone, expected[row], f"{what} of row {row} alone", rounded, part)
+            self._check_close(alone, expected[row], f"{label} of row {row} alone", rounded, part)
 
     def _check_close(
         self,
         got: torch.Tensor,
         expected: torch.Tensor,
-        what: str,
+        label: str,
         rounded: torch.dtype | None = None,
         scale: torch.Tensor | None = None,
     ) -> None:
@@ -617,16 +617,16 @@ class OpsSuite(GeneralComponentSuite):
         if not float(difference.max()) <= limit * max(*largest, 1e-3):
             place = divmod(int(difference.nan_to_num(math.inf).argmax()), got.shape[-1])
             raise rules.VALUES.violation(
-                f"{what} differs by {float(difference.max()):.3g} at row {place[0]}, column "
+                f"{label} differs by {float(difference.max()):.3g} at row {place[0]}, column "
                 f"{place[1]}: it gave {float(got.reshape(-1, got.shape[-1])[place]):.6g}, the "
                 f"formula {float(expected.reshape(-1, got.shape[-1])[place]):.6g}"
             )
 
     def _check_kept(
-        self, got: torch.Tensor, expected: torch.Tensor, what: str, argument: str
+        self, got: torch.Tensor, expected: torch.Tensor, label: str, argument: str
     ) -> None:
         if not torch.equal(got, expected):
-            raise rules.IN_PLACE.violation(f"{what} changed {argument}")
+            raise rules.IN_PLACE.violation(f"{label} changed {argument}")
 
 
 def _pack_codes(parts: Sequence[AffineCodes], ops: Ops) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Conformance suites for what receives statistics and KV cache events."""
+"""Conformance suites for receivers of statistics and of KV cache events."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import operator
-import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from hardpoint.plugins.component import Component
+from hardpoint.testing.general.holdings import handles, more_than
 from hardpoint.testing.pace import cost_of, own_seconds
 from hardpoint.testing.snapshots import count_elements, settled
 from hardpoint.testing.suite import Rule, Violation, short_repr
@@ -25,40 +24,40 @@ _WAIT_SECONDS = 1.0  # for a thread of the component to end, or to catch up
 _STILL_SECONDS = 0.5
 
 READS_ONLY = Rule(
-    "reads only: what a component gets belongs to all that get it",
-    "copy what you want to change",
+    "reads only: the inputs of a component are shared by all components",
+    "copy a value before you change it",
 )
 MEMORY = Rule(
     "memory: nothing grows with the number of calls",
-    "keep totals rather than what was given, and bound every queue and buffer",
+    "keep totals rather than the inputs, and bound every queue and buffer",
 )
 CLOSE = Rule(
     "close: it releases threads, sockets and files, once; later calls do no harm",
-    "let close end what the constructor began, and remember that it did: a second close and a "
+    "end in close the threads of the constructor, and remember the close: a second close and a "
     "late call return at once",
 )
 
 
-def call(rule: Rule, method: Callable[..., Any], *given: Any) -> Any:
+def call(rule: Rule, method: Callable[..., Any], *arguments: Any) -> Any:
     """Call a method that must raise nothing; return its result.
 
     Raises:
         Violation: it raised.
     """
     try:
-        return method(*given)
+        return method(*arguments)
     except Exception as cause:
         name = method.__name__
-        shown = ", ".join(map(short_repr, given))
-        what = f"{name}({shown}) raised {type(cause).__name__}: {cause}"
+        shown = ", ".join(map(short_repr, arguments))
+        failure = f"{name}({shown}) raised {type(cause).__name__}: {cause}"
         is_write = "read-only" in str(cause) or "immutable type" in str(cause)
-        raise (READS_ONLY if is_write else rule).violation(what) from cause
+        raise (READS_ONLY if is_write else rule).violation(failure) from cause
 
 
 def longest_call(method: Callable[[], None], limit: float) -> float:
     """Return the seconds of the longest of 20 calls, in the best of several rounds.
 
-    They are those of a usual machine that does nothing else.
+    They are budgets of a usual machine without other load.
 
     Args:
         method: called with nothing.
@@ -81,49 +80,49 @@ def longest_call(method: Callable[[], None], limit: float) -> float:
 def check_growth(
     component: Component | SimpleNamespace, use: Callable[[int], list[weakref.ref[Any]]], calls: int
 ) -> None:
-    """Check that a component keeps nothing of what it is given.
+    """Check that a component keeps no reference to its inputs.
 
     Args:
-        component: the one that is used, or several under names.
-        use: uses it once, with a number; returns references to what was given.
-        calls: number of uses after which sizes are compared with those after twice as many.
+        component: the component in use, or several under names.
+        use: uses it once, with a number; returns references to its inputs.
+        calls: number of uses after which sizes are compared with the sizes after twice as many.
 
     Raises:
         Violation: it grows.
     """
-    given: list[weakref.ref[Any]] = []
+    references: list[weakref.ref[Any]] = []
     sizes = []
 
     def size() -> tuple[int, int]:
         gc.collect()
         attributes = {n: v for n, v in vars(component).items() if n != "context"}
-        return count_elements(attributes), sum(ref() is not None for ref in given)
+        return count_elements(attributes), sum(ref() is not None for ref in references)
 
     for number in range(2 * calls):
-        given += use(number)
+        references += use(number)
         if number == calls // 10:
             usual = size()  # what grows is larger at the end; what does not need not be waited for
         if number == calls - 1:
             sizes.append(_settled(size, usual))
-    attributes, kept = sizes[0]
-    sizes.append(_settled(size, (attributes + calls // 2 - 1, kept + calls // 2 - 1)))
-    parts = ("its attributes grew", "what it was given and still refers to grew")
-    for what, first, second in zip(parts, *sizes, strict=True):
+    attributes, referenced = sizes[0]
+    sizes.append(_settled(size, (attributes + calls // 2 - 1, referenced + calls // 2 - 1)))
+    parts = ("its attributes grew", "its references to inputs grew")
+    for growth, first, second in zip(parts, *sizes, strict=True):
         if second - first >= calls // 2:
-            raise MEMORY.violation(f"{what} from {first} to {second} objects in {calls} calls")
+            raise MEMORY.violation(f"{growth} from {first} to {second} objects in {calls} calls")
 
 
 @contextmanager
 def releasing_all() -> Iterator[None]:
-    """Check that the body leaves no thread and no open file behind.
+    """Check that the body leaves no thread, open file or child process behind.
 
     Raises:
         Violation: it does.
     """
-    before = _held()
+    before = handles()
     yield
     end = time.monotonic() + _WAIT_SECONDS
-    while left := {name: n for name, n in _held().items() if n > before.get(name, 0)}:
+    while left := more_than(before, handles()):
         if time.monotonic() > end:
             raise CLOSE.violation(f"after close there still are: {', '.join(sorted(left))}")
         gc.collect()
@@ -140,22 +139,6 @@ def _settled(size: Callable[[], tuple[int, int]], wanted: tuple[int, int]) -> tu
         return not any(map(operator.gt, smallest, wanted))
 
     return settled(size, is_smaller, is_enough, _STILL_SECONDS, _WAIT_SECONDS)
-
-
-def _held() -> dict[str, int]:
-    """Return the resources of this process, by description: its threads and open files."""
-    held: dict[str, int] = {}
-    names = [f"thread {thread.name!r}" for thread in threading.enumerate()]
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        if os.path.isdir(folder):
-            for number in os.listdir(folder):
-                with suppress(OSError):  # the one that listed them
-                    names.append(os.readlink(f"{folder}/{number}"))
-            break
-    for name in names:
-        kind = name.partition(":[")[0]  # sockets and pipes have a number each
-        held[kind] = held.get(kind, 0) + 1
-    return held
 
 
 def too_slow(name: str, seconds: float, budget_us: float) -> Violation:

@@ -43,7 +43,7 @@ EVENTS = Rule(
 )
 DELIVERY = Rule(
     "delivery: a subscriber that keeps up gets every batch, unchanged, once and in order",
-    "send batches from one queue, one after the other; a publisher drops only what a slow "
+    "send batches from one queue, one after the other; a publisher drops only batches that a slow "
     "subscriber leaves in a full queue",
 )
 
@@ -72,7 +72,7 @@ _QUIET_SECONDS = 1.0  # without a batch, after which no more are expected
 
 
 class _TrackedBatch(KVEventBatch, weakref=True, frozen=True):
-    """A batch of which is known whether anyone refers to it."""
+    """A batch with a weak reference that detects retention."""
 
 
 class KVEventPublisherSuite(GeneralComponentSuite):
@@ -121,7 +121,7 @@ class KVEventPublisherSuite(GeneralComponentSuite):
         `subscribe` is not overridden.
         """
         if type(self).subscribe is KVEventPublisherSuite.subscribe:
-            pytest.skip("subscribe is not overridden: what arrives is not known")
+            pytest.skip("subscribe is not overridden: the received batches are not known")
         self._run_checks(DELIVERY.text, self._check_delivery)
 
     def test_reads_only(self) -> None:
@@ -148,8 +148,8 @@ class KVEventPublisherSuite(GeneralComponentSuite):
         self._run_checks(CLOSE.text, lambda: self._use(self._make()), self._check_close)
 
     def test_speed(self) -> None:
-        """`publish` stays within the budget, without a subscriber and with one that does not
-        read.
+        """`publish` stays within the budget, without a subscriber and with a subscriber that does
+        not read.
         """
         if self.budget_us_per_call is None:
             pytest.skip("budget_us_per_call is None")
@@ -191,18 +191,18 @@ class KVEventPublisherSuite(GeneralComponentSuite):
         sent = [_batch(number) for number in range(_BATCHES)]
         for batch in sent:
             publisher.publish(read_only(batch))
-        found: list[KVEventBatch] = []
+        batches: list[KVEventBatch] = []
         end = time.monotonic() + _QUIET_SECONDS
-        while len(found) < len(sent) and time.monotonic() < end:
+        while len(batches) < len(sent) and time.monotonic() < end:
             if new := [batch for batch in received() if batch.timestamp >= 0]:
-                found += new
+                batches += new
                 end = time.monotonic() + _QUIET_SECONDS
             else:
                 time.sleep(0.005)
-        self._compare(sent, found)
+        self._compare(sent, batches)
 
-    def _compare(self, sent: Sequence[KVEventBatch], found: Sequence[KVEventBatch]) -> None:
-        numbers = [int(batch.timestamp) for batch in found]
+    def _compare(self, sent: Sequence[KVEventBatch], received: Sequence[KVEventBatch]) -> None:
+        numbers = [int(batch.timestamp) for batch in received]
         count = Counter(numbers)
         if twice := [number for number, times in count.items() if times > 1]:
             raise DELIVERY.violation(f"batch number {twice[0]} came {count[twice[0]]} times")
@@ -210,7 +210,7 @@ class KVEventPublisherSuite(GeneralComponentSuite):
             raise DELIVERY.violation(
                 f"of {len(sent)} batches {len(lost)} did not come, the first is number {lost[0]}"
             )
-        for place, (number, batch) in enumerate(zip(numbers, found, strict=True)):
+        for place, (number, batch) in enumerate(zip(numbers, received, strict=True)):
             if number != place:
                 raise DELIVERY.violation(f"batch number {number} came in place {place}")
             plain = KVEventBatch(batch.timestamp, batch.events, batch.data_parallel_rank)

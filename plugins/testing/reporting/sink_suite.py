@@ -61,7 +61,7 @@ THREADS = Rule(
 EXPOSITION = Rule(
     "exposition: Prometheus reads it at any time, and finds no counter that has fallen",
     "return complete lines of the text format, each series once, with backslash, quotation mark "
-    "and line break in label values escaped; read only what `record` and the report say; and let "
+    "and line break in label values escaped; read only `record` and the report; and let "
     "a total go on where the engine's starts again, after a restart",
 )
 
@@ -218,7 +218,7 @@ _MODEL = 'a "model" \\ of\ntwo lines'
 
 
 class _TrackedStats(IterationStats, weakref=True):
-    """Statistics of which is known whether anyone refers to them."""
+    """Statistics with a weak reference that detects retention."""
 
 
 class StatSinkSuite(GeneralComponentSuite, LiveComponentSuite):
@@ -287,14 +287,14 @@ class StatSinkSuite(GeneralComponentSuite, LiveComponentSuite):
     def test_threads(self) -> None:
         """Calls may come from different threads, one after the other."""
         sink = self._make()
-        for method, given in (
+        for method, arguments in (
             (sink.record, [read_only(_batch(0))]),
             (sink.report, []),
             (sink.exposition, [read_only(_report(0))]),
             (sink.record, [read_only(_batch(1))]),
             (sink.close, []),
         ):
-            in_thread(partial(call, THREADS, method, *given)).result()
+            in_thread(partial(call, THREADS, method, *arguments)).result()
 
     @checks(MEMORY)
     def test_memory(self) -> None:

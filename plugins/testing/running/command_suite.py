@@ -38,7 +38,7 @@ from hardpoint.typed import Strict
 
 DEFINITION = Rule(
     "definition: a name that no built-in command has, and one line of help",
-    "name it with letters, digits, - and _, and say in one line what it does",
+    "name it with letters, digits, - and _, and describe it in one line",
 )
 HELP = Rule(
     "help: --help and the configuration options work, and every argument has a help text",
@@ -46,7 +46,7 @@ HELP = Rule(
 )
 RUN = Rule(
     "run: it returns an exit code from 0 to 255",
-    "return the code; raise a HardpointError for what the user should read",
+    "return the code; raise a HardpointError with the message for the user",
 )
 WRONG = Rule(
     "wrong arguments: they end with a message, not with a traceback",
@@ -197,11 +197,11 @@ class CommandSuite(ConformanceSuite):
     @checks(RUN)
     def test_run(self) -> None:
         """With `arguments` it returns an exit code from 0 to 255, and neither exits nor raises."""
-        for given in self.arguments:
-            line = " ".join([self.command.name, *given])
+        for arguments in self.arguments:
+            line = " ".join([self.command.name, *arguments])
             try:
                 with _quiet():
-                    options = self._parse(given)
+                    options = self._parse(arguments)
             except SystemExit:
                 raise RUN.violation(
                     f"`{line}` is refused", "let the suite's `arguments` be valid ones"
@@ -212,8 +212,10 @@ class CommandSuite(ConformanceSuite):
             except HardpointError as error:
                 raise RUN.violation(f"`{line}` ended with an error: {error}") from error
             except BaseException as cause:
-                what = "exited by" if isinstance(cause, SystemExit) else "raised"
-                raise RUN.violation(f"`{line}` {what} {type(cause).__name__}: {cause}") from cause
+                outcome = "exited by" if isinstance(cause, SystemExit) else "raised"
+                raise RUN.violation(
+                    f"`{line}` {outcome} {type(cause).__name__}: {cause}"
+                ) from cause
             if type(code) is not int or not 0 <= code <= _HIGHEST_CODE:
                 raise RUN.violation(f"`{line}` returned {short_repr(code)}")
 
@@ -222,12 +224,12 @@ class CommandSuite(ConformanceSuite):
         """Unknown options, unusual values of each option, and `wrong` end with a message, not with
         a traceback; `wrong` ones not with the code 0.
         """
-        for given in [*self._garbage(), *self.wrong]:
-            line = " ".join([self.command.name, *map(repr, given)])
+        for arguments in [*self._garbage(), *self.wrong]:
+            line = " ".join([self.command.name, *map(repr, arguments)])
             output = io.StringIO()
             try:
                 with _quiet(output):
-                    options = self._parse(given)
+                    options = self._parse(arguments)
                     code = self.command.run(options, self._context())
             except HardpointError:
                 continue
@@ -239,7 +241,7 @@ class CommandSuite(ConformanceSuite):
                 raise WRONG.violation(f"`{line}` raised {type(cause).__name__}: {cause}") from cause
             if "Traceback (most recent call last)" in output.getvalue():
                 raise WRONG.violation(f"`{line}` printed a traceback")
-            if given in self.wrong and code == 0:
+            if arguments in self.wrong and code == 0:
                 raise WRONG.violation(f"`{line}` returned 0, as if it were right")
 
     def _check_definition(self) -> None:
@@ -269,7 +271,7 @@ class CommandSuite(ConformanceSuite):
         except BaseException as cause:
             raise HELP.violation(
                 f"configure raised {type(cause).__name__}: {cause}",
-                "let configure only add arguments, other ones than those of every command: "
+                "let configure only add arguments that not every command has: "
                 + ", ".join(name for names in _CONFIGURATION for name in names),
             ) from cause
         return program
@@ -306,10 +308,10 @@ def _actions(program: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 @contextlib.contextmanager
 def _quiet(output: io.StringIO | None = None) -> Iterator[None]:
     output = output or io.StringIO()
-    given = sys.stdin
+    stdin = sys.stdin
     sys.stdin = io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             yield
     finally:
-        sys.stdin = given
+        sys.stdin = stdin

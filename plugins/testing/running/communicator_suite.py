@@ -23,7 +23,7 @@ from . import rank_programs as programs
 from .rank_programs import Outcome, Program, RankRun
 
 RESULTS = Rule(
-    "results: every operation returns what its docstring says, in every rank",
+    "results: every operation returns the result in its docstring, in every rank",
     "return a tensor of the stated shape and of the dtype of x, on its device",
 )
 SUMS = Rule(
@@ -31,7 +31,7 @@ SUMS = Rule(
     "gather the x of all ranks, add them in float32 from rank 0 on, and convert the sum",
 )
 MESSAGES = Rule(
-    "messages: what is sent arrives once, in order, and send does not wait for x to be received",
+    "messages: a tensor arrives once, in order, and send does not wait for x to be received",
     "copy x, and keep the messages between each two ranks apart from all others",
 )
 GROUPS = Rule(
@@ -48,11 +48,11 @@ REFUSED = Rule(
 )
 MISSING = Rule(
     "missing: where a rank does not come, the constructor raises ModelError in time",
-    "wait until context.timeout_seconds have passed, then say which ranks did not come",
+    "wait until context.timeout_seconds have passed, then name the missing ranks",
 )
 CLOSE = Rule(
     "close: it releases connections, threads, files and shared memory",
-    "close what the constructor opened, and unlink what has a name",
+    "close all handles of the constructor, and unlink all names",
 )
 
 _SECONDS = 10.0
@@ -276,11 +276,11 @@ class CommunicatorSuite(ComponentSuite):
         exact_sums = first_device(self.communicator, self.device).type == "cpu"
         for index, operation in enumerate(operations):
             results = [outcome.value[index] for outcome in outcomes]
-            if found := programs.wrong_shape(operation, results):
-                raise RESULTS.violation(f"with {size} ranks, {operation}: {found}")
-            if found := programs.wrong_values(operation, results, exact_sums=exact_sums):
+            if problem := programs.wrong_shape(operation, results):
+                raise RESULTS.violation(f"with {size} ranks, {operation}: {problem}")
+            if problem := programs.wrong_values(operation, results, exact_sums=exact_sums):
                 rule = SUMS if operation.name == "all_reduce" else RESULTS
-                raise rule.violation(f"with {size} ranks, {operation}: {found}")
+                raise rule.violation(f"with {size} ranks, {operation}: {problem}")
 
 
 def _check_ends(outcomes: Sequence[Outcome], rule: Rule) -> None:

@@ -56,8 +56,8 @@ class ExecutorSession:
 
     Attributes:
         executor: under test.
-        script: what its workers do.
-        parallel: how many there are.
+        script: actions of its workers.
+        parallel: numbers of ranks.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class ExecutorSession:
     def compare(
         self, plan: SchedulerOutput, result: Callable[[], ModelRunnerOutput]
     ) -> ModelRunnerOutput:
-        """Compare a result, which it returns, with what steps that run once and in order give."""
+        """Compare a result, which it returns, with the result of steps in sequence."""
         expected = self._history.run(plan) or self._history.sample(plan, _bitmask(plan))
         output = result()
         if output.num_nans_in_logits:
             raise rules.RESULTS.violation(
-                f"the result of step {plan.step}, which has no tokens, is not that of rank "
+                f"the result of step {plan.step}, which has no tokens, is not from rank "
                 f"{self.parallel.output_rank}: {short_repr(output)}"
             )
         tokens = output.sampled_token_ids
@@ -185,7 +185,7 @@ class ExecutorSession:
         return output
 
     def check_reports(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Check that the result of a step has what each rank reported of it.
+        """Check that the result of a step has the report of each rank.
 
         Raises:
             Violation: it has not.
@@ -207,7 +207,7 @@ class ExecutorSession:
         """
         for rank in range(self.parallel.world_size):
             calls = self.script.calls(rank)
-            got = [(call.method, call.what) for call in calls if call.method not in _UNORDERED]
+            got = [(call.method, call.detail) for call in calls if call.method not in _UNORDERED]
             for index, expected in enumerate(self._expected):
                 if index >= len(got) or got[index] != expected:
                     current = got[index] if index < len(got) else "nothing"
@@ -220,7 +220,7 @@ class ExecutorSession:
                 )
 
     def check_workers(self) -> None:
-        """Check that no worker saw what may not be.
+        """Check that no worker observed a forbidden call.
 
         Raises:
             Violation: one did.
@@ -237,15 +237,15 @@ class ExecutorSession:
         return self.script.calls(rank)[0].process
 
     def open_workers(self) -> list[int]:
-        """Return the ranks whose worker was neither closed nor ended with its process."""
-        found = []
+        """Return the ranks with a worker that was not closed and did not end with its process."""
+        ranks = []
         for rank in range(self.parallel.world_size):
             calls = self.script.calls(rank)
             if not calls or any(call.method == "close" for call in calls):
                 continue
             if calls[0].process == os.getpid() or is_running(calls[0].process):
-                found.append(rank)
-        return found
+                ranks.append(rank)
+        return ranks
 
     def close(self) -> None:
         """Close the executor, and remove the script."""
@@ -321,5 +321,5 @@ def _future(value: Any, method: str) -> Future[Any]:
     return value
 
 
-def _no_progress(what: str, done: int, total: int) -> None:
+def _no_progress(activity: str, done: int, total: int) -> None:
     """Report no progress."""

@@ -43,8 +43,8 @@ class ExecutorSuite(ComponentSuite):
     Attributes:
         executor: the class under test.
         importable: whether the engine can import the class; if not, `test_tokens` is skipped.
-        parallel: numbers of tensor ranks and of stages to try. Those that the executor refuses are
-            left out, if its ConfigError names `parallel`.
+        parallel: numbers of tensor ranks and of stages to try. Numbers that the executor rejects
+            are left out, if its ConfigError names `parallel`.
         communicator: `parallel.communicator` of the engines of `test_tokens`.
         failure_seconds: maximum time until the loss of a worker is reported.
     """
@@ -98,15 +98,15 @@ class ExecutorSuite(ComponentSuite):
 
     def test_results(self) -> None:
         """Every call returns a future, which ends. The tokens of any steps, several under way too,
-        are those of a worker that runs each step once and in order: none is dropped, doubled or
-        changed. Every rank gets every call once, in order; the result is the output rank's.
+        are the same as of a worker that runs each step once and in order: none is dropped, doubled
+        or changed. Every rank gets every call once, in order; the result is the output rank's.
         """
         self._search(rules.RESULTS.text, 25, self._check_results, steps=_STEPS)
         self._run_checks(rules.RESULTS.text, self._check_every_call)
 
     @checks(rules.REPORTS)
     def test_reports(self) -> None:
-        """With `context.all_report`, the result of a step has what every rank reports, once."""
+        """With `context.all_report`, the result of a step has the report of every rank, once."""
         with self._shared(self._size()) as session:
             in_pipeline = _depth(session.executor) > 1
             for counts in ({"a": 3}, {}, {"a": 1, "b": 2}):
@@ -134,8 +134,8 @@ class ExecutorSuite(ComponentSuite):
 
     @checks(rules.TIMEOUT)
     def test_timeout(self) -> None:
-        """`collective_rpc` raises `TimeoutError` in time, and a late result is not that of a later
-        call. Workers that are called in the caller's own thread are not interrupted.
+        """`collective_rpc` raises `TimeoutError` in time, and a late result is not returned by a
+        later call. Workers that run in the caller's own thread are not interrupted.
         """
         with self._shared(self._size()) as session:
             ranks = tuple(range(session.parallel.world_size))
@@ -153,9 +153,9 @@ class ExecutorSuite(ComponentSuite):
                     error = True
                 passed = time.monotonic() - began
                 if not is_mine and (not error or passed > slow):
-                    what = "raised TimeoutError" if error else "returned"
+                    outcome = "raised TimeoutError" if error else "returned"
                     raise rules.TIMEOUT.violation(
-                        f"collective_rpc with timeout={_TIMEOUT_SECONDS:g} {what} after "
+                        f"collective_rpc with timeout={_TIMEOUT_SECONDS:g} {outcome} after "
                         f"{passed:.2g} s"
                     )
             results = session.rpc("stop_profile")
@@ -206,10 +206,10 @@ class ExecutorSuite(ComponentSuite):
                     session.compare(plan, lambda s=sampled: wait(s, "sample_tokens"))  # type: ignore[misc]
 
     def test_failure(self) -> None:
-        """A worker that is lost while idle, in a call or while it loads ends what waits, and is
-        reported to the callback of `on_failure` once, with an error that names the rank, which
-        later calls raise, too; a close is not. So are ranks that a `sleep` has left out of step, of
-        which one has failed: the others are aborted.
+        """The loss of a worker while idle, in a call or during loading fails all waiting calls. It
+        is reported to the callback of `on_failure` once, with an error that names the rank; later
+        calls raise it, too. A close is not reported. If one rank fails in `sleep`, the others are
+        aborted.
         """
         points = [self._check_loss_idle, self._check_loss_in_call, self._check_loss_at_load]
         points = [self._check_no_failure, *self._chosen(points), self._check_out_of_step]
@@ -437,11 +437,11 @@ class ExecutorSuite(ComponentSuite):
                 _expect_error(
                     lambda: session.executor.collective_rpc("sleep", (1,)), order, rank, "sleep"
                 )
-                what = f"sleep was failed by rank {rank} while others waited"
-                self._check_reported(called, what, rank)
+                call = f"sleep was failed by rank {rank} while others waited"
+                self._check_reported(called, call, rank)
                 self._check_later(session, called[0])
                 if not until(lambda: session.script.was_called(0, "abort"), self.failure_seconds):
-                    raise rules.FAILURE.violation(f"{what}, and rank 0 was not aborted")
+                    raise rules.FAILURE.violation(f"{call}, and rank 0 was not aborted")
 
     def _check_loss_idle(self) -> None:
         called: list[BaseException] = []
@@ -461,7 +461,7 @@ class ExecutorSuite(ComponentSuite):
                 result = in_thread(session.begin(session.plan({"a": 1})))
                 self._until_called(session, 0, "execute_model")
                 self._lose(session, 0)
-                self._check_ended(result, "a step whose worker was lost")
+                self._check_ended(result, "a step with a lost worker")
             self._check_reported(called, "a worker was lost in a step", 0)
 
     def _check_loss_at_load(self) -> None:
@@ -472,7 +472,7 @@ class ExecutorSuite(ComponentSuite):
                 started = in_thread(session.start)
                 self._until_called(session, rank, "load_model")
                 self._lose(session, rank)
-                self._check_ended(started, "start, of which a worker was lost,")
+                self._check_ended(started, "start, with a lost worker,")
         finally:
             session.close()
 
@@ -494,37 +494,37 @@ class ExecutorSuite(ComponentSuite):
                 f"{type(self).__name__} does not override lose_worker()"
             )
 
-    def _check_reported(self, called: Sequence[BaseException], what: str, rank: int) -> None:
+    def _check_reported(self, called: Sequence[BaseException], call: str, rank: int) -> None:
         if not until(lambda: bool(called), self.failure_seconds):
             raise rules.FAILURE.violation(
-                f"{what}, and the callback was not called within {self.failure_seconds:g} s"
+                f"{call}, and the callback was not called within {self.failure_seconds:g} s"
             )
         time.sleep(_AGAIN_SECONDS)
         if len(called) > 1:
             raise rules.FAILURE.violation(
-                f"{what}, and the callback was called {len(called)} times"
+                f"{call}, and the callback was called {len(called)} times"
             )
         if not isinstance(called[0], BaseException) or f"rank {rank}" not in str(called[0]):
             raise rules.FAILURE.violation(
-                f"{what}: the callback was called with {short_repr(called[0])}, which does not "
+                f"{call}: the callback was called with {short_repr(called[0])}, which does not "
                 f"name 'rank {rank}'"
             )
 
     def _check_later(self, session: ExecutorSession, lost: BaseException) -> None:
         later = in_thread(lambda: session.executor.collective_rpc("stop_profile"))
-        what = "a collective_rpc after the loss of a worker"
-        self._check_ended(later, what)
+        call = "a collective_rpc after the loss of a worker"
+        self._check_ended(later, call)
         if str(later.exception()) != str(lost):
             raise rules.FAILURE.violation(
-                f"{what} raised {short_repr(later.exception())}, the loss was {short_repr(lost)}"
+                f"{call} raised {short_repr(later.exception())}, the loss was {short_repr(lost)}"
             )
 
-    def _check_ended(self, future: Any, what: str) -> None:
+    def _check_ended(self, future: Any, call: str) -> None:
         """Check that a call of this suite's thread ends with an error in time."""
         if not until(future.done, self.failure_seconds):
-            raise rules.FAILURE.violation(f"{what} had not ended after {self.failure_seconds:g} s")
+            raise rules.FAILURE.violation(f"{call} had not ended after {self.failure_seconds:g} s")
         if future.exception() is None:
-            raise rules.FAILURE.violation(f"{what} gave {short_repr(future.result())}, no error")
+            raise rules.FAILURE.violation(f"{call} gave {short_repr(future.result())}, no error")
 
     def _check_tokens(self) -> None:
         cls, name = self.executor, self._name()
@@ -554,7 +554,7 @@ class ExecutorSuite(ComponentSuite):
 def _expect_error(
     call: Callable[[], Any], order: Order, rank: int, method: str, seconds: float | None = None
 ) -> None:
-    """Check that a call raises what a worker raised.
+    """Check that a call raises the exception of a worker.
 
     Raises:
         Violation: it does not.
@@ -580,11 +580,11 @@ def _expect_error(
         )
 
 
-def _check_levels(results: Any, count: int, level: int, rule: Rule, what: str) -> None:
+def _check_levels(results: Any, count: int, level: int, rule: Rule, call: str) -> None:
     expected = [f"rank {rank} at level {level}" for rank in range(count)]
     if results != expected:
         raise rule.violation(
-            f"{what}: {count} workers returned {expected}, collective_rpc returned "
+            f"{call}: {count} workers returned {expected}, collective_rpc returned "
             f"{short_repr(results)}"
         )
 
@@ -600,16 +600,16 @@ def _depth(executor: Executor) -> int:
 
 def _holdings() -> dict[str, set[Any]]:
     """Return the threads, child processes, open files and shared memory of this process."""
-    found: dict[str, set[Any]] = {"threads": set(threading.enumerate())}
+    holdings: dict[str, set[Any]] = {"threads": set(threading.enumerate())}
     with suppress(OSError):
         # Their numbers are used again, as addresses are, so that only how many there are counts.
-        found["open files"] = set(range(len(os.listdir("/proc/self/fd"))))
+        holdings["open files"] = set(range(len(os.listdir("/proc/self/fd"))))
         children = Path("/proc/self/task").glob("*/children")  # those that each thread has started
-        found["processes"] = {pid for path in children for pid in path.read_text().split()}
+        holdings["processes"] = {pid for path in children for pid in path.read_text().split()}
         lines = Path("/proc/self/maps").read_text().splitlines()
         shared = [line for line in lines if "/dev/shm/" in line or "/memfd:" in line]
-        found["pieces of shared memory"] = set(range(len(shared)))
-    return found
+        holdings["pieces of shared memory"] = set(range(len(shared)))
+    return holdings
 
 
 def _more(before: Mapping[str, set[Any]], after: Mapping[str, set[Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks of what a plugin adds to a server, without one: requests that are made up."""
+"""Checks of a plugin's server extensions, without a server: requests are synthetic."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 EXTENSIONS = Rule(
-    "extensions: server_extensions returns what a server takes, the same each time",
-    "correct what the message names",
+    "extensions: server_extensions returns valid extensions, the same each time",
+    "correct the field in the message",
 )
 ROUTE = Rule(
     "route: it answers a request with a struct, or a whole answer that HTTP can carry",
@@ -59,7 +59,7 @@ AUTHENTICATOR = Rule(
 )
 
 STORE = Rule(
-    "response store: it returns what was put, to its owner alone, until it is deleted",
+    "response store: it returns stored records, to their owner alone, until they are deleted",
     "keep bytes by owner and id; get returns them or None, delete whether there were any",
 )
 
@@ -102,7 +102,7 @@ _HEADERS: Sequence[dict[str, str]] = (
 
 
 class _AbsentError(AttributeError):
-    """A route needs what there is only in a server; what it answers there is not checked."""
+    """A route needs a part of a real server; its response is not checked."""
 
 
 class _Engine:
@@ -133,7 +133,9 @@ def check_extensions(hooks: HookSet, config: EngineConfig) -> None:
         Violation: something is wrong.
     """
     first, second = _installed(hooks, config), _installed(hooks, config)
-    types = [[type(item.extension).__name__ for item in found] for found in (first, second)]
+    types = [
+        [type(item.extension).__name__ for item in extensions] for extensions in (first, second)
+    ]
     if types[0] != types[1]:
         raise EXTENSIONS.violation(f"it returned {types[0]}, and then {types[1]}")
     for item in first:
@@ -158,7 +160,7 @@ def _installed(hooks: HookSet, config: EngineConfig) -> list[InstalledExtension]
         raise EXTENSIONS.violation(str(error)) from error
 
 
-def _run(rule: Rule, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
+def _run(rule: Rule, call: str, make: Callable[[], Awaitable[Any]]) -> Any:
     """Return the result of a call, which has to come soon.
 
     Raises:
@@ -172,11 +174,11 @@ def _run(rule: Rule, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
     try:
         return asyncio.run(limited())
     except TimeoutError as error:
-        raise rule.violation(f"{what} had not returned after {_SECONDS:g} s") from error
+        raise rule.violation(f"{call} had not returned after {_SECONDS:g} s") from error
     except (RequestError, HTTPException) as refusal:
         return refusal
     except (Exception, SystemExit) as error:
-        raise rule.violation(f"{what} raised {type(error).__name__}: {error}") from error
+        raise rule.violation(f"{call} raised {type(error).__name__}: {error}") from error
 
 
 def _check_middleware(middleware: Middleware) -> None:
@@ -247,11 +249,11 @@ def _check_transform(transform: Transform) -> None:
         client=Client(name="anybody"),
         headers={"host": "localhost"},
     )
-    for name, given in (("request", _BODY), ("response", _ANSWER)):
+    for name, original in (("request", _BODY), ("response", _ANSWER)):
         change = getattr(transform, name)
         if change is None:
             continue
-        body = copy.deepcopy(given)
+        body = copy.deepcopy(original)
         result = _run(TRANSFORM, name, lambda: change(call, body))  # noqa: B023 - called at once
         if isinstance(result, Exception):
             if name == "response":
@@ -270,46 +272,46 @@ def _check_transform(transform: Transform) -> None:
 
 def _check_authenticator(authenticator: Authenticator) -> None:
     for headers in _HEADERS:
-        what = f"authenticate of {short_repr(headers)[:80]}"
-        found = _run(
+        call = f"authenticate of {short_repr(headers)[:80]}"
+        client = _run(
             AUTHENTICATOR,
-            what,
+            call,
             lambda: authenticator.authenticate({"host": "localhost", **headers}, "/v1/models"),  # noqa: B023
         )
-        if found is not None and not isinstance(found, Client | Exception):
-            raise AUTHENTICATOR.violation(f"{what} returned {short_repr(found)}")
+        if client is not None and not isinstance(client, Client | Exception):
+            raise AUTHENTICATOR.violation(f"{call} returned {short_repr(client)}")
 
 
 def _check_store(store: ResponseStore) -> None:
-    """Check that a store keeps what owners put, each for itself.
+    """Check that a store keeps the records of each owner separately.
 
     Raises:
         Violation: it does not.
     """
     first, other, name = "hardpoint kit: a", "hardpoint kit: b", "resp_0123456789abcdef"
 
-    def expect(what: str, make: Callable[[], Awaitable[Any]], expected: Any) -> None:
-        found = _run(STORE, what, make)
-        if type(found) is not type(expected) or found != expected:
+    def expect(call: str, make: Callable[[], Awaitable[Any]], expected: Any) -> None:
+        answer = _run(STORE, call, make)
+        if type(answer) is not type(expected) or answer != expected:
             raise STORE.violation(
-                f"{what} returned {short_repr(found)}, expected {short_repr(expected)}"
+                f"{call} returned {short_repr(answer)}, expected {short_repr(expected)}"
             )
 
     for content in (b'{"a": 1}', b"\x00\xff" * 1000):
         expect("put", lambda: store.put(first, name, content), None)  # noqa: B023 - at once
-        expect("get of what was put", lambda: store.get(first, name), content)
+        expect("get of a stored record", lambda: store.get(first, name), content)
     expect("get by another owner", lambda: store.get(other, name), None)
     expect("get of another id", lambda: store.get(first, f"{name}0"), None)
     expect("delete by another owner", lambda: store.delete(other, name), False)
     expect("get after that", lambda: store.get(first, name), content)
     expect("delete", lambda: store.delete(first, name), True)
-    expect("get of what was deleted", lambda: store.get(first, name), None)
-    expect("delete of what was deleted", lambda: store.delete(first, name), False)
+    expect("get of a deleted record", lambda: store.get(first, name), None)
+    expect("delete of a deleted record", lambda: store.delete(first, name), False)
 
 
 @dataclass(frozen=True)
 class _Context:
-    """A `ServerContext` whose requests have bodies as short as their types allow."""
+    """A `ServerContext` with the shortest request bodies that their types allow."""
 
     engine: Any
     version: str = "0"
@@ -362,10 +364,10 @@ def _check_route(route: Route, seconds: float) -> None:
     from starlette.exceptions import HTTPException  # noqa: PLC0415 - for servers alone
 
     for method in route.methods:
-        what = f"its {method} {route.path}"
+        call = f"its {method} {route.path}"
         sent: list[dict[str, Any]] = []
         try:
-            asyncio.run(asyncio.wait_for(_ask_route(route, method, what, sent), seconds))
+            asyncio.run(asyncio.wait_for(_ask_route(route, method, call, sent), seconds))
         except (TimeoutError, RequestError, HTTPException, Violation) as ended:
             if isinstance(ended, Violation):
                 raise
@@ -373,11 +375,11 @@ def _check_route(route: Route, seconds: float) -> None:
         except (Exception, SystemExit) as error:
             if _needs_server(error):
                 continue
-            raise ROUTE.violation(f"{what} raised {type(error).__name__}: {error}") from error
-        _check_messages(ROUTE, what, sent)
+            raise ROUTE.violation(f"{call} raised {type(error).__name__}: {error}") from error
+        _check_messages(ROUTE, call, sent)
 
 
-def _check_messages(rule: Rule, what: str, sent: list[dict[str, Any]]) -> None:
+def _check_messages(rule: Rule, call: str, sent: list[dict[str, Any]]) -> None:
     """Check that HTTP can carry the starts of an answer.
 
     Raises:
@@ -388,12 +390,12 @@ def _check_messages(rule: Rule, what: str, sent: list[dict[str, Any]]) -> None:
             continue
         headers = message.get("headers", ())
         if isinstance(headers, str | bytes) or not hasattr(headers, "__iter__"):
-            raise rule.violation(f"{what}: it answered with headers that are no pairs of bytes")
+            raise rule.violation(f"{call}: it answered with headers that are no pairs of bytes")
         if (wrong := fault_of_head(message.get("status"), list(headers))) is not None:
-            raise rule.violation(f"{what}: {wrong}")
+            raise rule.violation(f"{call}: {wrong}")
 
 
-async def _ask_route(route: Route, method: str, what: str, sent: list[dict[str, Any]]) -> None:
+async def _ask_route(route: Route, method: str, call: str, sent: list[dict[str, Any]]) -> None:
     from starlette.requests import Request  # noqa: PLC0415 - for servers alone
     from starlette.responses import Response  # noqa: PLC0415 - as above
 
@@ -418,9 +420,9 @@ async def _ask_route(route: Route, method: str, what: str, sent: list[dict[str, 
         await answer(scope, receive, send)
         ended = sent and not sent[-1].get("more_body", False)
         if not ended or sent[-1]["type"] != "http.response.body":
-            raise ROUTE.violation(f"{what} did not finish its answer")
+            raise ROUTE.violation(f"{call} did not finish its answer")
     else:
-        raise ROUTE.violation(f"{what} returned {short_repr(answer)}")
+        raise ROUTE.violation(f"{call} returned {short_repr(answer)}")
 
 
 def _scope(method: str, path: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from .extension_checks import EXTENSIONS, check_extensions
 
 CONTRACT = Rule(
     "contract: the loader accepts it, and every hook has the name and arguments that are specified",
-    "add or correct what the message names",
+    "add or correct the member in the message",
 )
 VALID = Rule(
     "valid calls: a hook raises nothing for a valid call; request_received may refuse a request",
@@ -48,10 +48,10 @@ VALID = Rule(
 )
 READS = Rule(
     "reads only: a hook changes none of its arguments but the request of request_received",
-    "copy what has to change",
+    "copy a value before you change it",
 )
 REQUEST = Rule(
-    "request: what request_received leaves is valid and still the same request",
+    "request: request_received leaves a valid request with the same identity",
     "leave request_id, external_req_id, child_index and client_index, and set valid values",
 )
 COMPLETIONS = Rule(
@@ -122,7 +122,7 @@ class HookSuite(ConformanceSuite):
     @checks(VALID)
     def test_valid_calls(self) -> None:
         """No hook raises for a valid call, among them outputs without tokens and steps without
-        requests, nor changes what it may only read. `request_received` may refuse by a ValueError.
+        requests, nor mutates its inputs. `request_received` may refuse by a ValueError.
         """
         hooks, config = self._opened()
         for name, arguments in _calls(config):
@@ -153,7 +153,7 @@ class HookSuite(ConformanceSuite):
                 ) from violation
 
     def test_prompt(self) -> None:
-        """No hook blocks, and those of steps and requests keep their budgets."""
+        """No hook blocks, and hooks of steps and requests keep their budgets."""
         self._run_checks(PROMPT.text, self._check_blocking, self._check_speed)
 
     def test_components(self) -> None:
@@ -167,9 +167,9 @@ class HookSuite(ConformanceSuite):
         self._run_checks(COMMANDS.text, self._check_commands)
 
     def test_server_extensions(self) -> None:
-        """`server_extensions` returns what a server takes. Routes and middleware answer each
-        request once and whole, with a status and headers that HTTP can carry; transforms return
-        bodies; an authenticator returns a `Client` or None, also for malformed headers.
+        """`server_extensions` returns valid extensions. Routes and middleware answer each request
+        once and whole, with a status and headers that HTTP can carry; transforms return bodies; an
+        authenticator returns a `Client` or None, also for malformed headers.
         """
         self._needs("server_extensions")
         self._run_checks(EXTENSIONS.text, lambda: check_extensions(*self._opened()))
@@ -184,14 +184,14 @@ class HookSuite(ConformanceSuite):
             raise CONTRACT.violation(str(error)) from error
 
     def _check_components(self) -> None:
-        found = []
+        components = []
         for _ in range(2):
             try:
-                found.append(provided_components(self._target(), self.name or "under_test"))
+                components.append(provided_components(self._target(), self.name or "under_test"))
             except HardpointError as error:
                 raise COMPONENTS.violation(str(error)) from error
-        if found[0] != found[1]:
-            raise COMPONENTS.violation(f"it returned {found[0]}, then {found[1]}")
+        if components[0] != components[1]:
+            raise COMPONENTS.violation(f"it returned {components[0]}, then {components[1]}")
 
     def _needs(self, hook: str) -> None:
         if not self._open().has(hook):
@@ -233,11 +233,11 @@ class HookSuite(ConformanceSuite):
             if None in results:
                 continue
             for field in ("prompt_token_ids", "params", "priority", "tags"):
-                one, other = getattr(first, field), getattr(second, field)
-                if one != other:
+                first_value, other = getattr(first, field), getattr(second, field)
+                if first_value != other:
                     raise COMPLETIONS.violation(
                         f"of two completions of one request, the first got {field} "
-                        f"{short_repr(one)} and the second {short_repr(other)}"
+                        f"{short_repr(first_value)} and the second {short_repr(other)}"
                     )
 
     def _check_blocking(self) -> None:
@@ -258,7 +258,7 @@ class HookSuite(ConformanceSuite):
                 continue
 
             def measure(name: str = name) -> float:
-                arguments = next(given for hook, given in _calls(config) if hook == name)
+                arguments = next(arguments for hook, arguments in _calls(config) if hook == name)
                 began = own_seconds()
                 _quietly(hooks, name, arguments)
                 return own_seconds() - began
@@ -297,7 +297,7 @@ def _call(hooks: HookSet, name: str, arguments: dict[str, Any]) -> list[Any] | N
     """Call a hook; return its results, None if it refused the request.
 
     Raises:
-        Violation: it raised something else, or changed what it may only read.
+        Violation: it raised something else, or mutated its inputs.
     """
     before = short_repr(arguments) if name != "request_received" else ""
     try:
@@ -352,7 +352,7 @@ def _calls(config: EngineConfig) -> list[tuple[str, dict[str, Any]]]:
     )
     empty = msgspec.structs.replace(record, scheduled={}, new=[], preempted={}, num_running=0)
     calls: list[tuple[str, dict[str, Any]]] = [("engine_started", _started(config))]
-    calls += [("step_planned", {"record": read_only(given)}) for given in (record, empty)]
+    calls += [("step_planned", {"record": read_only(step)}) for step in (record, empty)]
     calls += [("request_received", {"request": request}) for request in _requests()]
     calls += [("request_finished", {"output": read_only(output)}) for output in _outputs()]
     return [*calls, ("engine_closing", {})]

@@ -27,7 +27,7 @@ ABORT_SECONDS = 1.0
 """Maximum time of a call after an abort."""
 
 WAITS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "recv", "all_reduce of rank 0 too")
-"""What ranks wait in when rank 0 aborts."""
+"""Calls in which ranks wait when rank 0 aborts."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class RankLog:
 
 
 Program = Callable[[Communicator, RankLog], Any]
-"""Runs in each rank; its value is that of the outcome. It can be pickled."""
+"""Runs in each rank; its value is the outcome's. It can be pickled."""
 
 
 @dataclass
@@ -47,10 +47,10 @@ class Outcome:
     """How a rank has ended.
 
     Attributes:
-        value: what the program returned.
-        error: class and message of what it raised.
-        violation: the arguments of one that it raised.
-        where: what it did last.
+        value: result of the program.
+        error: class and message of its exception.
+        violation: the arguments of its Violation.
+        where: its last action.
         ended: when, in seconds of the monotonic clock.
         is_late: whether it waited for longer than it may.
     """
@@ -144,8 +144,8 @@ class Operation:
     values: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        given = f", x = {list(self.values)} by rank" if self.values else ""
-        return f"{self.name} of {list(self.shape)} {self.dtype}{given}"
+        values = f", x = {list(self.values)} by rank" if self.values else ""
+        return f"{self.name} of {list(self.shape)} {self.dtype}{values}"
 
     def x(self, rank: int, size: int) -> torch.Tensor:
         """Return the tensor that a rank gives."""
@@ -174,24 +174,24 @@ class Operation:
 
     def expected(self, rank: int, size: int) -> list[torch.Tensor]:
         """Return the results that a rank may get; several where a sum's precision is left open."""
-        given = [self.x(other, size) for other in range(size)]
+        tensors = [self.x(other, size) for other in range(size)]
         if self.name == "all_reduce":
-            return _sums(given)
+            return _sums(tensors)
         if self.name == "all_gather":
-            return [torch.stack(given)]
+            return [torch.stack(tensors)]
         if self.name == "all_to_all":
-            return [torch.stack([x[rank] for x in given])]
+            return [torch.stack([x[rank] for x in tensors])]
         if self.name == "broadcast":
-            return [given[self.source % size]]
-        return [given[(rank - 1 - self.source % (size - 1)) % size]]
+            return [tensors[self.source % size]]
+        return [tensors[(rank - 1 - self.source % (size - 1)) % size]]
 
 
-def _sums(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    dtype = given[0].dtype
+def _sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    dtype = tensors[0].dtype
     sums = []
     for wide in (torch.float32, torch.float64) if dtype.is_floating_point else (dtype,):
-        total = given[0].to(wide)
-        for x in given[1:]:
+        total = tensors[0].to(wide)
+        for x in tensors[1:]:
             total = total + x.to(wide)
         sums.append(total.to(dtype))
     return sums
@@ -208,7 +208,9 @@ def operations(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[Operation]:
         source=st.integers(0, 5),
     )
     # All ranks send first, which needs room for what they send.
-    return drawn.filter(lambda one: one.name != "send and recv" or one.shape != _LARGE)
+    return drawn.filter(
+        lambda operation: operation.name != "send and recv" or operation.shape != _LARGE
+    )
 
 
 def sums(dtype: torch.dtype) -> list[Operation]:
@@ -245,7 +247,7 @@ def wrong_values(
         if is_sum and not torch.equal(result, results[0]):
             return f"ranks 0 and {rank} got different sums ({_first(results[0], result)})"
         wanted = operation.expected(rank, len(results))
-        if not is_free and not any(torch.equal(result, one) for one in wanted):
+        if not is_free and not any(torch.equal(result, tensor) for tensor in wanted):
             return f"rank {rank} got wrong values ({_first(wanted[0], result)})"
     return None
 
@@ -292,7 +294,7 @@ def _value(x: torch.Tensor) -> float:
 
 
 def ring(communicator: Communicator, log: RankLog, width: int = 4) -> str:
-    """Send to the next rank, change x, and receive from the one before; return what was wrong."""
+    """Send to the next rank, change x, receive from the previous rank; return the first mistake."""
     rank, size = communicator.rank, communicator.size
     x = torch.full((width,), float(rank), device=communicator.context.device)
     log.where = f"send to rank {(rank + 1) % size}, all ranks sending first"
@@ -365,7 +367,7 @@ def two_groups(communicator: Communicator, log: RankLog) -> str:
         x = torch.empty(3, device=communicator.context.device)
         got = _value(log.groups[name].recv(x, (rank - 1) % size))
         if got != (sent := len(name) * 100 + ord(name[0])):
-            wrong = f"group {name} got {got}, what was sent is {sent:.1f}"
+            wrong = f"group {name} got {got}, sent was {sent:.1f}"
     for name in log.groups:
         _meet(log.groups[name], log)
     return wrong
@@ -448,21 +450,21 @@ def refusals(communicator: Communicator, log: RankLog) -> str:
         for other in others
     ]
     wrong.append(("all_to_all", (torch.zeros(size + 1, 2, device=x.device),)))
-    found = ""
+    problem = ""
     for name, arguments in wrong:
-        given = arguments[1] if len(arguments) > 1 else f"{size + 1} rows"
-        log.where = f"{name} with {given}"
+        argument = arguments[1] if len(arguments) > 1 else f"{size + 1} rows"
+        log.where = f"{name} with {argument}"
         try:
             getattr(communicator, name)(*arguments)
         except ValueError:
             continue
         except Exception as error:
-            found = f"{log.where} raised {type(error).__name__}: {error}"
+            problem = f"{log.where} raised {type(error).__name__}: {error}"
         else:
-            found = f"{log.where} was not refused"
+            problem = f"{log.where} was not refused"
         break
     _meet(communicator, log)
-    return found
+    return problem
 
 
 _SEGMENTS = "files in /dev/shm"
@@ -479,20 +481,20 @@ def holdings() -> dict[str, set[Any]]:
 
 def more_than(before: Mapping[str, set[Any]]) -> list[str]:
     """Return the resources that this process holds more of than before, with the numbers."""
-    found = []
+    grown = []
     for name, held in holdings().items():
         more = held - before.get(name, held)
         if name == _SEGMENTS and more:
             more -= _segments_of_others()
         if more:
-            found.append(f"{name} ({len(held)}, before {len(before[name])})")
-    return found
+            grown.append(f"{name} ({len(held)}, before {len(before[name])})")
+    return grown
 
 
 def _segments_of_others() -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         if maps.parent.name != str(os.getpid()):
             with suppress(OSError):  # it has ended, or is another user's
-                found |= set(re.findall(r" /dev/shm/(\S+)", maps.read_text()))
-    return found
+                names |= set(re.findall(r" /dev/shm/(\S+)", maps.read_text()))
+    return names

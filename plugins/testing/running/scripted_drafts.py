@@ -1,4 +1,4 @@
-"""A speculator and a step part whose drafts are known before: for tests with drafts."""
+"""A speculator and a step part with scripted drafts, for tests of speculative decoding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Replies(plugins.Options):
 
 
 class ScriptedSpeculator(Speculator):
-    """Drafts what given replies go on with, some of it wrong, and else what is most likely wrong.
+    """Drafts the continuation of scripted replies with some errors, else a wrong token.
 
     The drafts of a request depend on its prompt, its output and the options alone.
     """
@@ -73,11 +73,11 @@ class ScriptedDrafts(StepPart):
     contract = 1
 
     class Options(_Replies):
-        """Options, also those of `_Replies`.
+        """Options, including the options of `_Replies`.
 
         Attributes:
             count: drafts of a request and a step.
-            made_in: the half that makes the drafts. Those of the worker are in its reports.
+            made_in: the half that makes the drafts. Drafts of the worker are in its reports.
         """
 
         count: Annotated[int, Meta(ge=1)] = 3
@@ -86,7 +86,7 @@ class ScriptedDrafts(StepPart):
     options: Options
 
     def engine_half(self, context: EngineHalfContext) -> _ReportedDrafts | _EngineDrafts:
-        """Return the half that drafts, or hands on what workers have drafted."""
+        """Return the half that drafts, or that returns the drafts of the workers."""
         if self.options.made_in == "worker":
             return _ReportedDrafts(self.name, self.options)
         return _EngineDrafts(_Script(self.options, context.vocab_size), self.options.count)
@@ -186,7 +186,7 @@ class _ReportedDrafts(AdmissionGate, PlanData, StepObserver, DraftTokens, Reques
 
 
 class _WorkerDrafts(WorkerStep):
-    """Drafts in the worker, from the plans and from what it has sampled."""
+    """Drafts in the worker, from the plans and the sampled tokens."""
 
     def __init__(self, script: _Script, count: int) -> None:
         self._script, self._count = script, count

@@ -62,10 +62,10 @@ def _embeddings_of(request: EngineCoreRequest) -> dict[int, int]:
         ValueError: the tag has none, or there are no such tokens.
     """
     offset, _, values = request.tags[EMBEDDINGS_TAG].partition(":")
-    found = {int(offset) + i: int(value) for i, value in enumerate(values.split(","))}
-    if min(found) < 0 or max(found) >= len(request.prompt_token_ids):
+    by_position = {int(offset) + i: int(value) for i, value in enumerate(values.split(","))}
+    if min(by_position) < 0 or max(by_position) >= len(request.prompt_token_ids):
         raise ValueError(f"the prompt has {len(request.prompt_token_ids)} tokens")
-    return found
+    return by_position
 
 
 class _EmbeddingsPlanner(RequestFilter, RequestLifecycle, BlockKey, PlanData):
@@ -99,8 +99,10 @@ class _EmbeddingsPlanner(RequestFilter, RequestLifecycle, BlockKey, PlanData):
             values = _embeddings_of(request)
         except ValueError:  # refused by `check`
             return None
-        own = sorted((position, value) for position, value in values.items() if position in span)
-        return msgspec.msgpack.encode(own) if own else None
+        step_embeddings = sorted(
+            (position, value) for position, value in values.items() if position in span
+        )
+        return msgspec.msgpack.encode(step_embeddings) if step_embeddings else None
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
         """Return the embeddings of a step: by request, the index of a token and its value."""
@@ -108,13 +110,13 @@ class _EmbeddingsPlanner(RequestFilter, RequestLifecycle, BlockKey, PlanData):
         computed = plan.num_computed_tokens()
         for name in plan.num_scheduled_tokens.keys() & self._values.keys():
             start, count = computed[name], plan.num_scheduled_tokens[name]
-            own = {
+            values = {
                 position - start: value
                 for position, value in self._values[name].items()
                 if start <= position < start + count
             }
-            if own:
-                data[name] = own
+            if values:
+                data[name] = values
         return msgspec.msgpack.encode(data) if data else None
 
     def ended(self, request_id: str) -> None:

@@ -1,6 +1,6 @@
 """Workers without a model, for the executor suite: they run wherever an executor puts them.
 
-What a worker is called for, and what it is to do then, is in files of a folder, which the suite and
+The script of a worker's actions is in files of a folder, which the suite and
 the workers share.
 """
 
@@ -33,7 +33,7 @@ from hardpoint.testing.threads import until
 
 FACTORY = f"{__name__}:open_scripted_worker"
 REPORTING_PART = "scripted"
-"""Name of the step part whose reports the workers return."""
+"""Name of the step part of the workers' reports."""
 
 _WAIT_SECONDS = 20.0  # a worker waits no longer for what never comes
 _POLL_SECONDS = 0.002
@@ -59,7 +59,7 @@ class Order(msgspec.Struct, frozen=True):
 
     Attributes:
         method: name of a method of `Worker`; "open" is its construction.
-        does: what.
+        does: the action.
         ranks: the ranks that do it.
         others_wait: whether the other ranks wait for an abort, as in a collective.
         seconds: before anything else.
@@ -76,15 +76,15 @@ class RecordedCall(msgspec.Struct, frozen=True):
     """A call that a worker got.
 
     Attributes:
-        method: name of a method of `Worker`; "open" is its construction, "defect" is no call:
-            `what` describes the defect.
-        what: the step of a plan, or the arguments.
+        method: name of a method of `Worker`; "open" is its construction, "defect" is not a call:
+            `detail` describes the defect.
+        detail: the step of a plan, or the arguments.
         process: the process that it runs in.
         thread: thread of that process.
     """
 
     method: str
-    what: str
+    detail: str
     process: int
     thread: int
 
@@ -95,9 +95,9 @@ class WorkerScript:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def note(self, rank: int, method: str, what: str = "") -> None:
+    def note(self, rank: int, method: str, detail: str = "") -> None:
         """Add a call of a worker."""
-        call = RecordedCall(method, what, os.getpid(), threading.get_ident())
+        call = RecordedCall(method, detail, os.getpid(), threading.get_ident())
         with (self._folder / f"rank-{rank}").open("ab") as file:
             file.write(msgspec.json.encode(call) + b"\n")
 
@@ -118,7 +118,7 @@ class WorkerScript:
         """Return the defects that workers found."""
         ranks = [int(path.name.rpartition("-")[2]) for path in self._folder.glob("rank-*")]
         return [
-            call.what
+            call.detail
             for rank in sorted(ranks)
             for call in self.calls(rank)
             if call.method == "defect"
@@ -148,13 +148,13 @@ class WorkerScript:
 
 
 class StepHistory:
-    """The tokens of a worker, which show the steps that it ran before, and in what order."""
+    """The tokens of a worker, which depend on the steps that it ran, in order."""
 
     def __init__(self) -> None:
         self._value = 17
 
     def initialize(self, num_blocks: int) -> None:
-        """Make the size of the cache a part of what every token depends on."""
+        """Include the size of the cache in the inputs of every token."""
         self._value = (self._value * 31 + num_blocks) % 65_521
 
     def run(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -199,7 +199,7 @@ class ScriptedWorker:
             return WorkerInfo(64, (1 << 20) - self.rank)
 
     def initialize_cache(self, num_blocks: int) -> None:
-        """Become part of what every token depends on."""
+        """Include the number of blocks in the inputs of every token."""
         with self._called("initialize_cache", num_blocks):
             self._history.initialize(num_blocks)
 
@@ -225,9 +225,9 @@ class ScriptedWorker:
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> ModelRunnerOutput | None:
-        """Return tokens of the step whose `execute_model` ran last, in one rank.
+        """Return the tokens of the last step of `execute_model`, in one rank.
 
-        The others return what they report, if they do.
+        The others return their reports, if they have any.
         """
         with self._called("sample_tokens", plan.step):
             if plan.step != self._waiting:
@@ -240,7 +240,7 @@ class ScriptedWorker:
             return self._with_report(plan, ModelRunnerOutput()) if self._reports else None
 
     def _with_report(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Add a report that names the step, as that of a step part that moves blocks."""
+        """Add a report that names the step, like a step part that moves blocks."""
         if self._reports:
             result.part_reports = {REPORTING_PART: {self.rank: step_message(plan)}}
         return result
@@ -286,7 +286,7 @@ class ScriptedWorker:
             return f"rank {self.rank} at level {self._level}"
 
     def abort(self, reason: str) -> None:
-        """End what waits."""
+        """Abort waiting calls."""
         self._script.note(self.rank, "abort", reason)
         self._aborted = reason or "without a reason"
 
@@ -301,8 +301,8 @@ class ScriptedWorker:
             self._script.note(self.rank, "defect", text)
             raise WorkerFailure(text)
         try:
-            what = str(args[0]) if len(args) == 1 else json.dumps(args)
-            self._script.note(self.rank, method, what if args else "")
+            detail = str(args[0]) if len(args) == 1 else json.dumps(args)
+            self._script.note(self.rank, method, detail if args else "")
             yield
             order = self._script.order()
             if order is not None and order.method == method:
@@ -322,14 +322,14 @@ class ScriptedWorker:
         if does is Does.WAIT or (does is None and order.others_wait):
             self._wait(lambda: False, f"{text} was not aborted")
 
-    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+    def _wait(self, is_done: Callable[[], bool], reason: str) -> None:
         deadline = time.monotonic() + _WAIT_SECONDS
         while not is_done():
             if self._aborted:
                 raise HardpointError(f"rank {self.rank} was aborted: {self._aborted}")
             if time.monotonic() > deadline:
-                self._script.note(self.rank, "defect", what)
-                raise WorkerFailure(what)
+                self._script.note(self.rank, "defect", reason)
+                raise WorkerFailure(reason)
             time.sleep(_POLL_SECONDS)
 
 
@@ -349,6 +349,6 @@ def open_scripted_worker(
 def scripted_launch(
     folder: Path, rank: int, world_size: int, output_rank: int, *, reports: bool
 ) -> WorkerLaunch:
-    """Return the launch of a rank whose script is in a folder, and whether it reports of steps."""
+    """Return the launch of a rank with its script in a folder; `reports` enables step reports."""
     data = msgspec.msgpack.encode((str(folder), output_rank, reports))
     return WorkerLaunch(FACTORY, rank, world_size, data)

@@ -113,16 +113,16 @@ def serve(
 ) -> Iterator[TestServer]:
     """Run `hardpoint serve` on the scripted model while the body runs.
 
-    It imports what this process can import.
+    It imports the same modules as this process.
 
     Args:
         config: further configuration, such as `{"plugins": {"enable": ["acme_server"]}}`. Without
             a table `stats` there are no stat sinks.
         replies: prompt text to the text that follows it, as `write_scripted_model` takes them.
-        environment: variables of the server besides those of this process.
+        environment: further variables of the server's environment.
 
     Raises:
-        RuntimeError: the server did not start; the message is what it wrote.
+        RuntimeError: the server did not start; the message is its output.
     """
     with tempfile.TemporaryDirectory(prefix="hardpoint-serve-") as folder:
         model = write_scripted_model(Path(folder) / "model", replies)
@@ -151,8 +151,8 @@ def _import_path() -> str:
 
 
 def _wait(process: subprocess.Popen[str], log: list[str]) -> str:
-    """Return the URL that a server writes when it is ready; go on to collect what it writes."""
-    found: list[str] = []
+    """Return the URL that a server prints when it is ready; continue to collect its output."""
+    urls: list[str] = []
     is_ready = threading.Event()
 
     def read() -> None:
@@ -160,16 +160,16 @@ def _wait(process: subprocess.Popen[str], log: list[str]) -> str:
         for line in process.stdout:
             log.append(line)
             if match := _URL.search(line.rstrip()):
-                found.append(match[1])
+                urls.append(match[1])
                 is_ready.set()
         is_ready.set()
 
     threading.Thread(target=read, daemon=True).start()
     is_ready.wait(_START_SECONDS)
-    if not found:
+    if not urls:
         raise RuntimeError(f"the server did not start; it wrote:\n{''.join(log)}")
-    _connect(found[0], process, log)
-    return found[0]
+    _connect(urls[0], process, log)
+    return urls[0]
 
 
 def _connect(url: str, process: subprocess.Popen[str], log: list[str]) -> None:

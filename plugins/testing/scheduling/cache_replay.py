@@ -40,7 +40,7 @@ def measure_hit_rate(
         options: options of the policy, as an operator writes them.
 
     Raises:
-        Violation: the policy raised, or evicted what is no candidate.
+        Violation: the policy raised, or evicted a block that is not a candidate.
         ValueError: a prompt does not fit.
     """
     name, clock = plugin_name(eviction), ScriptedClock(now=100.0)

@@ -61,7 +61,7 @@ class EvictionPolicySuite(GeneralComponentSuite):
 
     def test_candidates(self) -> None:
         """`evict` returns the requested number of distinct candidates, and drops them; taken and
-        dropped blocks are no candidates.
+        dropped blocks are not candidates.
         """
         self._search(
             EVICTION.text,
@@ -72,19 +72,19 @@ class EvictionPolicySuite(GeneralComponentSuite):
 
     def test_block_ids(self) -> None:
         """The same calls for the same contents evict the same contents, whichever blocks they are
-        in. So what is remembered of content that is gone is remembered by hash, and equal
-        candidates go in the order of release.
+        in. So content that may be gone is identified by hash, and equal candidates go in the order
+        of release.
         """
 
         def check(calls: Sequence[tuple[str, int, int]]) -> None:
-            one, other = self._driver(), self._driver(first_in=False)
+            first, other = self._driver(), self._driver(first_in=False)
             for call in calls:
-                one.play([call])
+                first.play([call])
                 other.play([call])
-                if one.evicted != other.evicted:
+                if first.evicted != other.evicted:
                     raise BLOCK_IDS.violation(
                         f"after the same calls for the same contents, evict({call[1]}) chose the "
-                        f"contents {sorted(one.evicted)}, but with other block ids "
+                        f"contents {sorted(first.evicted)}, but with other block ids "
                         f"{sorted(other.evicted)}"
                     )
 
@@ -127,12 +127,12 @@ class EvictionPolicySuite(GeneralComponentSuite):
     def test_memory(self) -> None:
         """A policy remembers a bounded number of blocks that are no longer candidates."""
         driver = self._driver(num_blocks=8)
-        what = "the policy: while 800 blocks were released, and taken, dropped or evicted"
+        description = "the policy: while 800 blocks were released, and taken, dropped or evicted"
         fix = (
             "drop a block in taken(), dropped() and evict(); remember at most a few times "
             "context.blocks.num_blocks hashes of evicted ones"
         )
-        for wave in without_growth(driver.policy, 100, what, fix):
+        for wave in without_growth(driver.policy, 100, description, fix):
             contents = list(range(8 * wave, 8 * wave + 8))
             driver.release(contents)
             driver.mark_taken(contents[:2])
@@ -226,7 +226,7 @@ class _PolicyDriver:
                 self.evict(min(count, len(self.candidates)))
 
     def release(self, contents: list[int]) -> None:
-        """Release contents, of which those that are not cached are cached while there is room."""
+        """Release contents; cache uncached ones while there is space."""
         released = []
         for content in contents:
             if content in self._block_of:
@@ -254,16 +254,16 @@ class _PolicyDriver:
 
     def evict(self, count: int) -> None:
         result = self._call("evict", count)
-        what = f"evict({count}) returned {short_repr(result)}"
+        call = f"evict({count}) returned {short_repr(result)}"
         blocks = declared_result(EVICTION, EvictionPolicy, "evict", result, (count,))
         candidates = {self._block_of[content]: content for content in self.candidates}
         for block in blocks:
             if block not in candidates:
-                raise EVICTION.violation(f"{what}, of which {block} is no candidate")
+                raise EVICTION.violation(f"{call}, {block} is no candidate")
         if len(set(blocks)) < len(blocks):
-            raise EVICTION.violation(f"{what}, with a block twice")
+            raise EVICTION.violation(f"{call}, with a block twice")
         if len(blocks) != count:
-            raise EVICTION.violation(f"{what}: {len(blocks)} blocks")
+            raise EVICTION.violation(f"{call}: {len(blocks)} blocks")
         self.evicted = {candidates[block] for block in blocks}
         for block in blocks:
             self._blocks.uncache(block)
@@ -278,10 +278,10 @@ class _PolicyDriver:
         if contents:
             self._call(method, tuple(self._block_of[content] for content in contents))
 
-    def _call(self, method: str, given: Any) -> Any:
+    def _call(self, method: str, argument: Any) -> Any:
         try:
-            return getattr(self.policy, method)(given)
+            return getattr(self.policy, method)(argument)
         except Exception as cause:
             raise EVICTION.violation(
-                f"{method}({short_repr(given)}) raised {type(cause).__name__}: {cause}"
+                f"{method}({short_repr(argument)}) raised {type(cause).__name__}: {cause}"
             ) from cause

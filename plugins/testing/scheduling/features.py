@@ -88,12 +88,12 @@ class UnsupportedFeatures:
 
     def supported_subset(self, features: list[str]) -> set[str]:
         """Return the features that it accepts together; earlier ones take precedence."""
-        kept: set[str] = set()
+        accepted: set[str] = set()
         for name in features:
             supported = name not in self.single
-            if supported and not any(frozenset((name, other)) in self.pairs for other in kept):
-                kept.add(name)
-        return kept
+            if supported and not any(frozenset((name, other)) in self.pairs for other in accepted):
+                accepted.add(name)
+        return accepted
 
 
 def find_unsupported(scheduler: type[Scheduler], options: Mapping[str, Any]) -> UnsupportedFeatures:

@@ -207,7 +207,7 @@ class SchedulingPolicySuite(GeneralComponentSuite, LiveComponentSuite):
             return st.just({})
         key = policy_arguments(self._make()).key
         drawn = self._drawn_arguments(_VOCAB_SIZE)
-        return drawn.map(lambda own: {key: msgspec.to_builtins(own, str_keys=False)})
+        return drawn.map(lambda arguments: {key: msgspec.to_builtins(arguments, str_keys=False)})
 
 
 class _Factory:

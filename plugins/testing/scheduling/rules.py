@@ -20,7 +20,7 @@ BATCH = Rule(
 )
 POSITIONS = Rule(
     "positions: a request's tokens are computed in order and without gaps",
-    "after a result, num_computed_tokens counts the tokens whose keys and values are valid: "
+    "after a result, num_computed_tokens counts the tokens with valid keys and values: "
     "scheduled ones without rejected drafts",
 )
 KV_CONTENT = Rule(
@@ -38,11 +38,11 @@ FINISH = Rule(
 )
 TOKENS = Rule(
     "tokens: a request gets the same tokens as when it runs alone, bit for bit",
-    "append exactly the tokens that update() gets for a request, and stop where its parameters say",
+    "append exactly the tokens that update() gets for a request, and stop by its parameters",
 )
 OUTPUTS = Rule(
-    "outputs: they go to the client that sent the request, and carry what it asked for",
-    "group outputs by client_index, and drop what belongs to tokens that are not delivered",
+    "outputs: they go to the client that sent the request, and carry the requested fields",
+    "group outputs by client_index, and drop the fields of tokens that are not delivered",
 )
 PROGRESS = Rule(
     "progress: once no new request arrives, every request finishes within the step bound",
@@ -74,11 +74,12 @@ KV_TRANSFER = Rule(
 )
 EVICTION = Rule(
     "eviction: evict() returns the requested number of distinct candidates",
-    "keep the candidates that released() adds, less those of taken(), dropped() and evict()",
+    "keep the candidates that released() adds, without the blocks of taken(), dropped() and "
+    "evict()",
 )
 BLOCK_IDS = Rule(
-    "block ids: what is evicted depends on the contents of blocks, not on their ids",
-    "remember what may be gone by context.blocks.hash(), and let equal candidates go in the order "
+    "block ids: evictions depend on the contents of blocks, not on their ids",
+    "identify blocks by context.blocks.hash(), and let equal candidates go in the order "
     "of their release",
 )
 GRAMMAR = Rule(

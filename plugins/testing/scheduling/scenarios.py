@@ -47,7 +47,7 @@ class Scenario(ReplayableCase):
     Attributes:
         settings: fields of SimulatorSettings.
         requests: arguments of `SchedulerSimulator.add`, without the id.
-        events: (name, argument) pairs; the names are "add", "step" and those of EVENTS.
+        events: (name, argument) pairs; the names are "add", "step" and the names in EVENTS.
         lines: the played calls, as Python.
     """
 
@@ -77,12 +77,12 @@ def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> Sch
     Raises:
         Violation: a rule was broken.
     """
-    given = {**scenario.settings, **settings}
+    values = {**scenario.settings, **settings}
     lines = scenario.lines
-    lines[:] = [f"simulator = SchedulerSimulator(scheduler, {_arguments(given)})"]
+    lines[:] = [f"simulator = SchedulerSimulator(scheduler, {_arguments(values)})"]
     arrivals = list(scenario.requests)
     with exceptions_as_violations():
-        simulator = SchedulerSimulator(scheduler, **given)
+        simulator = SchedulerSimulator(scheduler, **values)
         for name, argument in (*scenario.events, *[("add", None)] * len(arrivals)):
             if name == "add" and arrivals:
                 _add(simulator, arrivals.pop(0), lines)
@@ -99,20 +99,20 @@ def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> Sch
     return simulator
 
 
-def _arguments(given: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def _add(simulator: SchedulerSimulator, fields: Mapping[str, Any], lines: list[str]) -> None:
     ident = _IDS[len(simulator.requests)]
     if fields.get("reuse_id"):
         ident = next((name for name in simulator.requests if simulator.can_reuse_id(name)), ident)
-    given = {key: value for key, value in fields.items() if key != "reuse_id"}
-    lines.append(f"simulator.add({ident!r}, {_arguments(given)})")
+    values = {key: value for key, value in fields.items() if key != "reuse_id"}
+    lines.append(f"simulator.add({ident!r}, {_arguments(values)})")
     try:
-        simulator.add(ident, **given)
+        simulator.add(ident, **values)
     except RequestError as error:
-        if given.get("features") and not simulator.limits.chunked_prefill:
+        if values.get("features") and not simulator.limits.chunked_prefill:
             lines.pop()  # a step may have to encode all features, beyond the encoder budget
             return
         raise REJECTION.violation(f"a request that can run is rejected: {error}") from error
@@ -199,7 +199,9 @@ def scenarios(
     settings["policy"] = draw(st.sampled_from(policies))
     request = _requests(features, settings["max_model_len"])
     if plugin_args is not None:
-        request = st.builds(lambda drawn, own: drawn | {"plugin_args": own}, request, plugin_args)
+        request = st.builds(
+            lambda drawn, arguments: drawn | {"plugin_args": arguments}, request, plugin_args
+        )
     requests = draw(st.lists(request, min_size=1, max_size=_MAX_REQUESTS))
     possible = [event for event in events if not _needs(event) & set(unsupported.single)]
     if "transfers" in features:  # the contract does not define loads of lost plans
@@ -341,14 +343,14 @@ def _requests(draw: st.DrawFn, features: set[str], max_len: int) -> dict[str, An
 @st.composite
 def _features(draw: st.DrawFn, length: int) -> list[MultiModalFeature]:
     """Draw features that do not overlap; equal identifiers are of equal length."""
-    found, at = [], 0
+    features, at = [], 0
     kinds = st.sampled_from([("cat", 2), ("dog", 3), ("owl", 1)])
     for identifier, size in draw(st.lists(kinds, max_size=3)):
         offset = at + draw(st.integers(0, 2))
         if offset + size <= length:
-            found.append(MultiModalFeature(identifier, offset, size))
+            features.append(MultiModalFeature(identifier, offset, size))
             at = offset + size
-    return found
+    return features
 
 
 _MILLISECONDS = st.sampled_from([0.0, 0.01, 1.0, 7.5, 1e6])

@@ -66,7 +66,7 @@ class SchedulerSuite(ComponentSuite):
         self._situation(400, preemption_scenarios(), always=("threshold",))
 
     def test_outputs(self) -> None:
-        """Outputs carry what was requested, go to their client, and end with the right reason."""
+        """Outputs carry the requested fields, go to their client, and end with the right reason."""
         sometimes = ("stops", "repetition", "logprobs", "prompt_logprobs", "clients")
         self._situation(100, sometimes=sometimes)
 
@@ -157,7 +157,7 @@ class SchedulerSuite(ComponentSuite):
         self._situation(300, sometimes=tuple(FEATURES), events=EVENTS)
 
     def test_rejections(self) -> None:
-        """Requests that can never run, and those beyond max_waiting, are rejected at once."""
+        """Requests that can never run, and requests beyond max_waiting, are rejected at once."""
         self._run_checks(
             _RULE,
             self._check_too_long,
@@ -193,7 +193,7 @@ class SchedulerSuite(ComponentSuite):
         return SchedulerSimulator(self.scheduler, options=self.options, **settings)
 
     def _check_too_long(self) -> None:
-        """Reject a prompt of max_model_len tokens; accept one that is a token shorter."""
+        """Reject a prompt of max_model_len tokens; accept a prompt with one token less."""
         simulator = self._simulator(max_model_len=9)
         self._must_reject(simulator, "of max_model_len tokens", list(range(9)))
         simulator.add("b", list(range(8)))
@@ -221,7 +221,7 @@ class SchedulerSuite(ComponentSuite):
     def _check_waiting_tokens(self) -> None:
         """Reject a prompt beyond max_waiting_tokens, if the scheduler has that limit.
 
-        One that is longer is accepted where none waits.
+        A longer prompt is accepted if none waits.
         """
         if not self.scheduler.limits_waiting_tokens:
             return
@@ -234,9 +234,11 @@ class SchedulerSuite(ComponentSuite):
             return
         raise REJECTION.violation("a prompt was accepted beyond max_waiting_tokens, which is 6")
 
-    def _must_reject(self, simulator: SchedulerSimulator, what: str, prompt: list[int]) -> None:
+    def _must_reject(
+        self, simulator: SchedulerSimulator, description: str, prompt: list[int]
+    ) -> None:
         try:
             simulator.add("a", prompt)
         except RequestError:
             return
-        raise REJECTION.violation(f"a prompt {what} was not rejected")
+        raise REJECTION.violation(f"a prompt {description} was not rejected")

@@ -23,7 +23,7 @@ PolicySource = SchedulingPolicy | type[SchedulingPolicy] | Callable[[], Scheduli
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorSettings:
-    """Settings of a SchedulerSimulator; the limits are those of SchedulerLimits.
+    """Settings of a SchedulerSimulator; the limits have the names of SchedulerLimits.
 
     Attributes:
         blocks: number of blocks of the KV cache.
@@ -34,7 +34,8 @@ class SimulatorSettings:
         eviction: factory of the eviction policy, which gets the fields of its context; None
             evicts in the order of release.
         policy: a policy, its class, a factory of one, or the name of an installed one.
-        uses_policy: False for a scheduler without a scheduling policy, whose calls are not checked.
+        uses_policy: False for a scheduler without a scheduling policy; policy calls are not
+            checked.
         options: the scheduler's options, as an operator writes them.
         connector, grammars: whether the scheduler gets a ScriptedConnector and ScriptedGrammars.
         encoder_cache_tokens: size of the encoder cache; 0 for none.

@@ -1,7 +1,7 @@
 """A simulator for schedulers: it plays engine, executor and workers, on a scripted clock.
 
 A request's tokens are a pure function of its token history, so the expected tokens are always
-known. Every slot of the KV cache is modelled, so a token that is computed on the keys and values
+known. Every slot of the KV cache is modeled, so a token that is computed on the keys and values
 of another history is noticed.
 """
 
@@ -60,7 +60,7 @@ class SchedulerSimulator(SimulatorState):
     """Drives a scheduler, and checks every rule after each call.
 
     Every method that drives the scheduler raises Violation when a rule is broken. The attributes
-    are those of SimulatorState.
+    are the attributes of SimulatorState.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class SchedulerSimulator(SimulatorState):
                 raise pause_never_idle(self, taken)
             if taken >= limit:
                 raise PROGRESS.violation(
-                    f"after {taken} steps {sorted(self.unfinished)} have not finished, of which "
+                    f"after {taken} steps {sorted(self.unfinished)} have not finished, among them "
                     f"{sorted(self.worker.rows)} are running"
                     if self.unfinished
                     else f"no request is unfinished, but has_requests() is True after {taken} steps"
@@ -262,8 +262,8 @@ class SchedulerSimulator(SimulatorState):
     def step_bound(self) -> int:
         """Return the maximum number of steps until all requests finish, if no new one arrives.
 
-        A request of p prompt tokens and o output tokens needs at most p + o steps, and those that
-        its connector and its grammar take. In the worst case it is preempted once by each other
+        A request of p prompt tokens and o output tokens needs at most p + o steps, and the steps of
+        its connector and its grammar. In the worst case it is preempted once by each other
         one: the bound is the sum over the requests, times their number plus one.
         """
         return (len(self.requests) + 1) * self._total_cost + 8

@@ -32,7 +32,7 @@ class SimulatorState:
     """A scheduler with scripted collaborators, and everything observed of it.
 
     Attributes:
-        settings: what the simulation was built with.
+        settings: settings of the simulation.
         limits: the scheduler's limits.
         clock: advances by a microsecond per step, and when a test advances it.
         kv_cache: the KV cache manager, monitored.
@@ -77,8 +77,8 @@ class SimulatorState:
 
     def _build(self, scheduler: type[Scheduler]) -> Scheduler:
         name = scheduler.__name__
-        given, path = dict(self.settings.options), f"plugin.{name}"
-        options = typed.convert(given, scheduler.Options, path=path, str_keys=True)
+        values, path = dict(self.settings.options), f"plugin.{name}"
+        options = typed.convert(values, scheduler.Options, path=path, str_keys=True)
         context = SchedulerContext(
             name=name,
             options=options,
@@ -105,7 +105,7 @@ class SimulatorState:
 
     @property
     def in_flight(self) -> Sequence[tuple[SchedulerOutput, ModelRunnerOutput]]:
-        """Return the executed plans whose results were not delivered to the scheduler."""
+        """Return the executed plans with results that the scheduler has not received."""
         return self.stepped.in_flight
 
     def next_token(self, tokens: Sequence[int]) -> int:

@@ -28,9 +28,9 @@ _STATM = Path("/proc/self/statm")
 
 def check_growth(session: GrammarSession) -> None:
     """Check that a backend keeps nothing of a grammar."""
-    what = f"the backend: while {20 * len(session.samples)} grammars were compiled"
+    description = f"the backend: while {20 * len(session.samples)} grammars were compiled"
     fix = "keep nothing of a grammar: the engine has a cache of them"
-    for _ in without_growth(session.backend, 20, what, fix):
+    for _ in without_growth(session.backend, 20, description, fix):
         for sample in session.samples:
             state = compiled_by(session.backend, sample.checked).fork()
             session.mask(state)
@@ -56,7 +56,7 @@ def check_forks(session: GrammarSession, budget: float | None) -> None:
             raise Violation(
                 f"{described(sample.checked)}: {_FORKS} forks, with a few tokens each, have "
                 f"{used:.0f} KiB each; the budget is {budget:g}",
-                "share what does not change between forks, such as tables of the vocabulary; "
+                "share immutable data between forks, such as tables of the vocabulary; "
                 "budget_kib_per_fork in the suite is the limit",
             )
 
@@ -95,7 +95,7 @@ def _times(sample: GrammarSample, root: GrammarState, tokens: SampleTokens) -> I
     """Yield the seconds of each mask in valid texts."""
     for text in sample.texts[:4]:
         text = tokens.text(text, special=sample.has_special)
-        path, *_ = tokens.tokenisations(text)
+        path, *_ = tokens.tokenizations(text)
         state = root.fork()
         for token in [*path[:20], None]:
             started = own_seconds()

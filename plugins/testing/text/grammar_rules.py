@@ -5,12 +5,12 @@ from __future__ import annotations
 from hardpoint.testing.suite import Rule
 
 FORMATS = Rule(
-    "formats: what a class states in `formats` it compiles, and nothing else",
+    "formats: a class compiles the formats in `formats`, and no others",
     "state the fields of StructuredOutputs that compile() handles, and raise ValueError for others",
 )
 MASK = Rule(
     "mask: exactly the tokens are allowed with which a valid text begins",
-    "compare all bytes of a token with what may come, also where it ends inside a character or "
+    "compare all bytes of a token with the possible ones, also where it ends inside a character or "
     "crosses from one part of the grammar to the next",
 )
 NO_TEXT = Rule(
@@ -36,12 +36,12 @@ TEXTS = Rule(
 )
 ROLLBACK = Rule(
     "rollback: after n tokens are undone, all is as it was before them",
-    "keep what advance changes, such as a stack with an entry per token; a token that was refused "
-    "is none",
+    "keep the data that advance changes, such as a stack with an entry per token; refused tokens "
+    "do not count",
 )
 FORK = Rule(
     "fork: a copy and its original go on by themselves",
-    "copy what advance and rollback change, and share only what never changes",
+    "copy the data that advance and rollback change, and share only immutable data",
 )
 PURE = Rule(
     "pure: fill_bitmask changes nothing",
@@ -53,7 +53,7 @@ WALKS = Rule(
 )
 THREADS = Rule(
     "threads: compile runs in several threads at once, and a state in another thread than it",
-    "keep what a call of compile needs in local variables, or guard it with a lock",
+    "keep the data of a call of compile in local variables, or guard it with a lock",
 )
 REFUSED = Rule(
     "refused: compile raises ValueError, with a message, for a description that means nothing",
@@ -61,7 +61,7 @@ REFUSED = Rule(
 )
 HOSTILE = Rule(
     "hostile: any description compiles, or is refused by a ValueError, within compile_seconds",
-    "limit depth, size and time of a compilation; refuse what is beyond the limits",
+    "limit depth, size and time of a compilation; reject anything beyond the limits",
 )
 KEYWORD = Rule(
     "keywords: a keyword of a JSON schema is enforced, or its schema is refused",
@@ -69,7 +69,7 @@ KEYWORD = Rule(
     "for requests that accept such schemas",
 )
 VALIDATE = Rule(
-    "validate: what is wrong with an answer is found, and nothing else",
-    "return a text that says what of the whole schema the answer breaks, and None if it breaks "
+    "validate: a mistake of an answer is found, and nothing else",
+    "return a text that names the broken part of the whole schema, and None if the answer breaks "
     "nothing",
 )

@@ -66,7 +66,7 @@ class GrammarSession:
     def paths(self, sample: GrammarSample, count: int = 3) -> Iterator[list[int]]:
         """Yield valid texts as tokens, in different ways."""
         for text in self.texts(sample, sample.texts[:6]):
-            yield from self.tokens.tokenisations(text, count)
+            yield from self.tokens.tokenizations(text, count)
 
     def positions(
         self, sample: GrammarSample, root: GrammarState
@@ -115,10 +115,10 @@ class GrammarSession:
         return masks
 
     def allowed(self, sample: GrammarSample, mask: Mask, where: str) -> set[int]:
-        """Return the tokens of a mask without the one that ends the text where that may end.
+        """Return the tokens of a mask without the token that ends the text, if the text may end.
 
         Raises:
-            Violation: an id that is no text is allowed.
+            Violation: an id that is not text is allowed.
         """
         ids = set(mask.ids)
         if mask.may_end:
@@ -130,17 +130,17 @@ class GrammarSession:
                 raise NO_TEXT.violation(f"{where}, it allows {self.tokens.name(token)}")
         return ids
 
-    def check_same(self, rule: Rule, state: GrammarState, mask: Mask, what: str) -> None:
+    def check_same(self, rule: Rule, state: GrammarState, mask: Mask, label: str) -> None:
         """Check that a state has a mask."""
-        found = self.mask(state)
-        if found.may_end != mask.may_end:
+        actual = self.mask(state)
+        if actual.may_end != mask.may_end:
             raise rule.violation(
-                f"{what}: the text may end is {found.may_end}, it was {mask.may_end}"
+                f"{label}: the text may end is {actual.may_end}, it was {mask.may_end}"
             )
-        for token in sorted(found.ids ^ mask.ids):
-            now = "is allowed" if token in found.ids else "is not allowed"
+        for token in sorted(actual.ids ^ mask.ids):
+            now = "is allowed" if token in actual.ids else "is not allowed"
             raise rule.violation(
-                f"{what}: token {self.tokens.name(token)} {now}, and should be as before"
+                f"{label}: token {self.tokens.name(token)} {now}, and should be as before"
             )
 
     def is_whole(self, path: Sequence[int], state: GrammarState) -> bool:

@@ -41,16 +41,16 @@ def _samples(suite: GrammarSuite) -> Iterator[tuple[GrammarSample, GrammarState]
 
 def _refused(suite: GrammarSuite) -> Iterator[tuple[StructuredOutputs | Mapping[str, Any]]]:
     for name in suite.grammar.formats:
-        yield from ((given,) for given in REFUSED.get(name, ()))
-    yield from ((given,) for given in suite.refused)
+        yield from ((structured,) for structured in REFUSED.get(name, ()))
+    yield from ((structured,) for structured in suite.refused)
 
 
 def _hostile(suite: GrammarSuite) -> Iterator[tuple[Mapping[str, Any]]]:
-    return ((given,) for name, given in HOSTILE if name in suite.grammar.formats)
+    return ((structured,) for name, structured in HOSTILE if name in suite.grammar.formats)
 
 
 class GrammarSuite(GeneralComponentSuite):
-    """Base class of a test class, which sets `grammar`, and `samples` of what it compiles.
+    """Base class of a test class for a grammar backend; sets `grammar` and `samples`.
 
     Attributes:
         grammar: the class under test.
@@ -168,7 +168,7 @@ class GrammarSuite(GeneralComponentSuite):
                 verb = "allows" if token in mask else "does not allow"
                 other = "are not" if token in mask else "are"
                 raise rules.BYTES.violation(
-                    f"{where}, it {verb} token {session.tokens.name(token)}, whose bytes one by "
+                    f"{where}, it {verb} token {session.tokens.name(token)}; its bytes one by "
                     f"one {other} allowed"
                 )
 
@@ -206,10 +206,10 @@ class GrammarSuite(GeneralComponentSuite):
         """
         session = self._session
         for text in session.texts(sample, sample.texts):
-            for path in session.tokens.tokenisations(text):
+            for path in session.tokens.tokenizations(text):
                 self._check_valid(sample, path, root.fork())
         for text in session.texts(sample, sample.invalid):
-            for path in session.tokens.tokenisations(text):
+            for path in session.tokens.tokenizations(text):
                 if session.is_whole(path, root.fork()):
                     raise rules.TEXTS.violation(
                         f"{session.where(sample, path)}, the text may end; it is invalid"
@@ -217,8 +217,8 @@ class GrammarSuite(GeneralComponentSuite):
 
     @checks(rules.ROLLBACK, cases=_samples)
     def test_rollback(self, sample: GrammarSample, root: GrammarState) -> None:
-        """After 1 to 8 tokens are undone, the mask is that of before; the same tokens can come
-        again.
+        """After a rollback of 1 to 8 tokens, the mask equals the mask before them; the same tokens
+        can follow again.
         """
         session = self._session
         for path in session.paths(sample):
@@ -231,15 +231,15 @@ class GrammarSuite(GeneralComponentSuite):
                     session.move(state, token, where)
                 for count in range(1, min(end, MAX_DRAFTS) + 1):
                     state.rollback(count)
-                    what = f"{session.where(sample, path[:end])} and a rollback of {count}"
-                    session.check_same(rules.ROLLBACK, state, masks[end - count], what)
+                    label = f"{session.where(sample, path[:end])} and a rollback of {count}"
+                    session.check_same(rules.ROLLBACK, state, masks[end - count], label)
                     for token in path[end - count : end]:
                         if state.advance(token) is not True:
                             raise rules.ROLLBACK.violation(
-                                f"{what}, token {session.tokens.name(token)} is not accepted again"
+                                f"{label}, token {session.tokens.name(token)} is not accepted again"
                             )
                     session.check_same(
-                        rules.ROLLBACK, state, masks[end], f"{what}, and the same tokens"
+                        rules.ROLLBACK, state, masks[end], f"{label}, and the same tokens"
                     )
 
     @checks(rules.FORK, cases=_samples)
@@ -255,25 +255,28 @@ class GrammarSuite(GeneralComponentSuite):
             session.check_same(rules.FORK, root, before, f"{where}: its fork advanced")
         states = [root.fork() for _ in paths]
         for at in range(max(map(len, paths), default=0)):  # in turns
-            for path, state, own in zip(paths, states, masks, strict=True):
+            for path, state, path_masks in zip(paths, states, masks, strict=True):
                 if at >= len(path):
                     continue
-                what = f"{session.where(sample, path[:at])}, in turns with other forks"
-                session.check_same(rules.FORK, state, own[at], what)
+                label = f"{session.where(sample, path[:at])}, in turns with other forks"
+                session.check_same(rules.FORK, state, path_masks[at], label)
                 copy = state.fork()
-                session.check_same(rules.FORK, copy, own[at], f"{what}: its fork")
+                session.check_same(rules.FORK, copy, path_masks[at], f"{label}: its fork")
                 if not state.advance(path[at]):
                     raise rules.FORK.violation(
-                        f"{what}, {session.tokens.name(path[at])} is refused"
+                        f"{label}, {session.tokens.name(path[at])} is refused"
                     )
                 session.check_same(
-                    rules.FORK, copy, own[at], f"{what}: the fork, its original advanced"
+                    rules.FORK, copy, path_masks[at], f"{label}: the fork, its original advanced"
                 )
                 if not copy.advance(path[at]):
-                    raise rules.FORK.violation(f"{what}: its fork refuses {path[at]}")
+                    raise rules.FORK.violation(f"{label}: its fork refuses {path[at]}")
                 copy.rollback(1)
                 session.check_same(
-                    rules.FORK, state, own[at + 1], f"{what}: the original, its fork went back"
+                    rules.FORK,
+                    state,
+                    path_masks[at + 1],
+                    f"{label}: the original, its fork went back",
                 )
 
     @checks(rules.PURE, cases=_samples)
@@ -282,13 +285,13 @@ class GrammarSuite(GeneralComponentSuite):
         session = self._session
         for path in session.paths(sample):
             masks = session.masks(path, root.fork(), described(sample.checked))
-            asked, silent = root.fork(), root.fork()
+            queried, silent = root.fork(), root.fork()
             for at, token in enumerate(path):
-                what = session.where(sample, path[:at])
+                label = session.where(sample, path[:at])
                 for _ in range(2):
-                    session.check_same(rules.PURE, asked, masks[at], f"{what}, asked again")
-                if not asked.advance(token) or not silent.advance(token):
-                    raise rules.PURE.violation(f"{what}, {session.tokens.name(token)} is refused")
+                    session.check_same(rules.PURE, queried, masks[at], f"{label}, asked again")
+                if not queried.advance(token) or not silent.advance(token):
+                    raise rules.PURE.violation(f"{label}, {session.tokens.name(token)} is refused")
             session.check_same(
                 rules.PURE,
                 silent,
@@ -297,8 +300,8 @@ class GrammarSuite(GeneralComponentSuite):
             )
 
     def test_walks(self) -> None:
-        """After any tokens, rollbacks and forks, the mask is that of a new fork that got the same
-        tokens.
+        """After any tokens, rollbacks and forks, the mask equals the mask of a new fork with the
+        same tokens.
         """
         session = self._session
 
@@ -352,9 +355,9 @@ class GrammarSuite(GeneralComponentSuite):
                 thread.result(seconds)
             except TimeoutError:
                 raise rules.THREADS.violation(f"a thread did not end within {seconds} s") from None
-            except Violation as found:
+            except Violation as violation:
                 raise rules.THREADS.violation(
-                    f"in one of {_THREADS} threads at once: {found.observed}"
+                    f"in one of {_THREADS} threads at once: {violation.observed}"
                 ) from None
             except BaseException as cause:
                 raise rules.THREADS.violation(
@@ -363,21 +366,21 @@ class GrammarSuite(GeneralComponentSuite):
                 ) from cause
 
     @checks(rules.REFUSED, cases=_refused)
-    def test_refused(self, given: StructuredOutputs | Mapping[str, Any]) -> None:
+    def test_refused(self, description: StructuredOutputs | Mapping[str, Any]) -> None:
         """A description that means nothing is refused by a ValueError that gives the reason."""
         try:
-            structured = StructuredOutputs.checked(given)
+            structured = StructuredOutputs.checked(description)
         except RequestError:  # the engine refuses it before any backend sees it
             return
         self._check_raises(structured, rules.REFUSED, "it means nothing")
 
     @checks(rules.HOSTILE, cases=_hostile)
-    def test_hostile(self, given: Mapping[str, Any]) -> None:
+    def test_hostile(self, description: Mapping[str, Any]) -> None:
         """Large, deep, contradictory and endless descriptions compile, or are refused by a
         ValueError, in time.
         """
         session = self._session
-        structured = StructuredOutputs.checked(given)
+        structured = StructuredOutputs.checked(description)
         thread = in_thread(lambda: session.mask(session.backend.compile(structured).fork()))
         try:
             thread.result(self.compile_seconds)
@@ -390,7 +393,7 @@ class GrammarSuite(GeneralComponentSuite):
             if not str(error).strip():
                 raise rules.HOSTILE.violation(
                     f"{described(structured)}: compile raised {error!r} without a message",
-                    "say in the message what is wrong; it becomes the request's error",
+                    "name the mistake in the message; it becomes the request's error",
                 ) from None
         except Violation:
             raise
@@ -422,17 +425,17 @@ class GrammarSuite(GeneralComponentSuite):
                     f"{described(strict)} with lenient=True: compile raised ValueError: {still}",
                     "leave keywords that are not enforced out of the grammar of such a request",
                 ) from None
-        for path in session.tokens.tokenisations(valid):
+        for path in session.tokens.tokenizations(valid):
             if not session.is_whole(path, root.fork()):
                 raise rules.KEYWORD.violation(f"{described(strict)}: it does not allow {valid}")
-        for path in session.tokens.tokenisations(invalid):
+        for path in session.tokens.tokenizations(invalid):
             if refused is None and session.is_whole(path, root.fork()):
                 raise rules.KEYWORD.violation(f"{described(strict)}: it allows {invalid}")
 
     @checks(rules.VALIDATE, cases=lambda _suite: KEYWORDS)
     def test_validate(self, schema: Mapping[str, Any], valid: str, invalid: str) -> None:
-        """`validate`, where a backend has it, finds what is wrong with an answer, and nothing in a
-        right one.
+        """`validate`, if a backend has it, finds the mistake in an invalid answer, and none in a
+        valid one.
         """
         if self.grammar.validate.__func__ is GrammarBackend.validate.__func__:  # type: ignore[attr-defined]
             pytest.skip("it leaves the validation of answers to the default backend")
@@ -440,14 +443,16 @@ class GrammarSuite(GeneralComponentSuite):
         for answer, is_valid in ((valid, True), (invalid, False), (invalid[:-1] + "{", False)):
             call = f"validate({described(lenient)}, {answer!r})"
             try:
-                found = self.grammar.validate(lenient, answer)
+                problem = self.grammar.validate(lenient, answer)
             except BaseException as cause:
                 raise rules.VALIDATE.violation(f"{call} raised {cause!r}") from cause
-            if found is not None and not isinstance(found, str):
-                raise rules.VALIDATE.violation(f"{call} returned {found!r}, expected text or None")
-            if (found is None) is not is_valid:
-                expected = "None" if is_valid else "what is wrong with it"
-                raise rules.VALIDATE.violation(f"{call} returned {found!r}, expected {expected}")
+            if problem is not None and not isinstance(problem, str):
+                raise rules.VALIDATE.violation(
+                    f"{call} returned {problem!r}, expected text or None"
+                )
+            if (problem is None) is not is_valid:
+                expected = "None" if is_valid else "the mistake"
+                raise rules.VALIDATE.violation(f"{call} returned {problem!r}, expected {expected}")
 
     @checks("memory: a fork is small, and a backend keeps nothing of a grammar")
     def test_memory(self) -> None:
@@ -475,7 +480,7 @@ class GrammarSuite(GeneralComponentSuite):
 
     @cached_property
     def _session(self) -> GrammarSession:
-        """The instance under test, with samples: the suite's for formats of which there is none."""
+        """The instance under test, with samples; formats without samples use the suite's."""
         sampled = {sample.checked.format for sample in self.samples}
         standard = [s for name in self.grammar.formats for s in STANDARD.get(name, ())]
         samples = [*self.samples, *(s for s in standard if s.checked.format not in sampled)]
@@ -502,8 +507,8 @@ class GrammarSuite(GeneralComponentSuite):
         except ValueError as error:
             if type(error) is UnicodeDecodeError or not str(error).strip():
                 raise rule.violation(
-                    f"{text}: compile raised {error!r}, which does not say what is wrong",
-                    "say in the message what is wrong; it becomes the request's error",
+                    f"{text}: compile raised {error!r} without the reason",
+                    "name the mistake in the message; it becomes the request's error",
                 ) from None
             return
         except Exception as cause:
@@ -532,7 +537,7 @@ class GrammarSuite(GeneralComponentSuite):
         session = self._session
         sample, root = compiled
         state, path = root.fork(), list[int]()
-        own = 0  # tokens since the last fork
+        depth = 0  # tokens since the last fork
         for operation, number in [*steps, ("advance", 0)]:
             where = session.where(sample, path)
             if operation == "advance":
@@ -550,11 +555,11 @@ class GrammarSuite(GeneralComponentSuite):
                 if ids:  # short ones more often: more of them are in a text
                     path.append(ids[number // 2 % len(ids) if number % 2 else 0])
                     session.move(state, path[-1], where)
-                    own += 1
-            elif operation == "rollback" and own:
-                count = 1 + number % min(own, MAX_DRAFTS)
+                    depth += 1
+            elif operation == "rollback" and depth:
+                count = 1 + number % min(depth, MAX_DRAFTS)
                 state.rollback(count)
                 del path[-count:]
-                own -= count
+                depth -= count
             elif operation == "fork":
-                state, own = state.fork(), 0
+                state, depth = state.fork(), 0

@@ -118,9 +118,9 @@ class SampleTokens:
                 self._ids.setdefault(text, []).append(token)
         self._longest = max(map(len, self._ids))
 
-    def text(self, given: str, *, special: bool) -> str:
+    def text(self, text: str, *, special: bool) -> str:
         """Return a sample's text; special tokens in it are tokens if `special` is true."""
-        parts = self.vocabulary.split(given) if special else [given]
+        parts = self.vocabulary.split(text) if special else [text]
         return "".join(
             part.encode().decode("latin-1") if isinstance(part, str) else chr(_FIRST_SPECIAL + part)
             for part in parts
@@ -153,12 +153,12 @@ class SampleTokens:
         for size in range(1, min(self._longest, len(rest)) + 1):
             yield from self.ids(rest[:size])
 
-    def tokenisations(self, text: str, count: int = 4) -> list[list[int]]:
+    def tokenizations(self, text: str, count: int = 4) -> list[list[int]]:
         """Return a text cut into tokens in different ways: by bytes, greedily, and at random.
 
         Ways that the vocabulary does not have are left out.
         """
-        found: list[list[int]] = []
+        tokenizations: list[list[int]] = []
         pickers: list[Callable[[list[int]], int]] = [lambda ids: ids[0], lambda ids: ids[-1]]
         pickers += [random.Random(number).choice for number in range(count - len(pickers))]
         for pick in pickers:
@@ -167,9 +167,9 @@ class SampleTokens:
             while rest and (possible := list(self.next_tokens(rest))):
                 ids.append(pick(possible))
                 rest = rest[len(self.texts[ids[-1]]) :]
-            if not rest and ids not in found:
-                found.append(ids)
-        return found
+            if not rest and ids not in tokenizations:
+                tokenizations.append(ids)
+        return tokenizations
 
     def next_by_prefix(self, texts: Iterable[str]) -> dict[str, set[int]]:
         """Return for each beginning of texts the tokens with which one of them goes on."""

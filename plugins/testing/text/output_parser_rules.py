@@ -10,15 +10,15 @@ SPLITS = Rule(
 )
 SAMPLES = Rule(
     "samples: each sample has the reasoning, content and calls that it states",
-    "compare the result with what the sample states: is it the parser or the sample?",
+    "compare the result with the expectation of the sample: is it the parser or the sample?",
 )
 ANY_TEXT = Rule(
     "any text: a parser takes every text, and gives events only",
-    "what is malformed is MalformedText; nothing may raise",
+    "malformed text is MalformedText; nothing may raise",
 )
 INDEPENDENT = Rule(
     "independent: two outputs share nothing",
-    "keep what belongs to an output in its state, and nothing in the parser",
+    "keep the data of an output in its state, and nothing in the parser",
 )
 CALLS = Rule(
     "calls: a call begins, has arguments, and ends; complete arguments are a JSON object",
@@ -26,8 +26,9 @@ CALLS = Rule(
     "a call cannot go on",
 )
 CUTS = Rule(
-    "cuts: an output that is cut off gives the beginning of what the whole one gives",
-    "give only what no further text can change; what is open at the end is text, or malformed",
+    "cuts: a truncated output gives the beginning of the whole one's parts",
+    "return only parts that no further text can change; an open part at the end is text, or "
+    "malformed",
 )
 TOKENS = Rule(
     "tokens: only a special token is its marker, and never a text like it",
@@ -39,7 +40,7 @@ MARKERS = Rule(
     "ends it where the request has tools; grammars and thinking budgets go by them",
 )
 ROLES = Rule(
-    "roles: where one role is on, what the other would find is content",
+    "roles: if one role is on, the parts of the other are content",
     "give events of the roles in ParserRequest.roles alone",
 )
 CALL_FORMAT = Rule(

@@ -69,7 +69,7 @@ _LENGTH = 1 << 18  # of an adversarial text; what copies it all for a token take
 
 @dataclass(frozen=True)
 class OutputSample:
-    """An output, and what it consists of.
+    """An output and its expected parts.
 
     Attributes:
         text: as the model writes it, markers included.
@@ -91,7 +91,7 @@ class OutputSample:
 
     @property
     def request(self) -> ParserRequest:
-        """The request whose output it is."""
+        """The request for this output."""
         return ParserRequest(reasoning_open=self.reasoning_open, tools=self.tools)
 
 
@@ -142,15 +142,15 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
         content = "".join(e.text for e in events if isinstance(e, ContentText | MalformedText))
         malformed = any(isinstance(e, MalformedText) for e in events)
         calls = [(name, dict(arguments)) for name, arguments in sample.calls]
-        for part, found, stated in (
+        for part, parsed, stated in (
             ("reasoning", reasoning, sample.reasoning),
             ("content", content, sample.content),
             ("calls", _calls(events), calls),
             ("malformed", malformed, sample.malformed),
         ):
-            if found != stated:
+            if parsed != stated:
                 raise rules.SAMPLES.violation(
-                    f"{sample.text!r}: its {part} became {short_repr(found)}, stated is "
+                    f"{sample.text!r}: its {part} became {short_repr(parsed)}, stated is "
                     f"{short_repr(stated)}"
                 )
 
@@ -192,7 +192,7 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
 
     @checks(rules.CUTS, cases=_samples)
     def test_cuts(self, sample: OutputSample) -> None:
-        """An output that ends anywhere gives the beginning of what the whole one gives."""
+        """A truncated output gives the beginning of the parts of the whole one."""
         whole = self._parsed(sample)
         pieces = self._pieces(sample.text, 1)
         for count in range(len(pieces)):
@@ -208,7 +208,7 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
 
     @checks(rules.TOKENS, cases=_samples)
     def test_tokens(self, sample: OutputSample) -> None:
-        """The text of a special token is no marker: any other text in its place does the same."""
+        """The text of a special token is not a marker; other text instead has the same effect."""
         if not self._subject.token_ids:
             pytest.skip("token_ids is empty: it takes no special token as an id")
         taken = [p for p in self._pieces(sample.text) if isinstance(p, int)]
@@ -265,7 +265,7 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
 
     @checks(rules.ROLES, cases=_samples)
     def test_roles(self, sample: OutputSample) -> None:
-        """A parser of two roles finds with each alone what it finds with both; the rest is
+        """A parser of two roles finds the same parts with each role alone as with both; the rest is
         content.
         """
         if len(self.parser.roles) == 1:
@@ -281,14 +281,14 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
             request = ParserRequest(
                 roles=(role,), reasoning_open=sample.reasoning_open, tools=sample.tools
             )
-            found = self._events(request, self._pieces(sample.text))
+            events = self._events(request, self._pieces(sample.text))
             wanted = join_events([event for event in both if isinstance(event, types)])
-            if join_events([e for e in found if not isinstance(e, ContentText)]) != wanted:
+            if join_events([e for e in events if not isinstance(e, ContentText)]) != wanted:
                 raise rules.ROLES.violation(
-                    f"{sample.text!r} with the role {role!r} alone became {short_repr(found)}, and "
-                    f"with both {short_repr(both)}"
+                    f"{sample.text!r} with the role {role!r} alone became {short_repr(events)}, "
+                    f"and with both {short_repr(both)}"
                 )
-            content = "".join(e.text for e in found if isinstance(e, ContentText | MalformedText))
+            content = "".join(e.text for e in events if isinstance(e, ContentText | MalformedText))
             lost = [name for name, _ in sample.calls if role == "reasoning" and name not in content]
             if lost or (role == "tools" and sample.reasoning not in content):
                 raise rules.ROLES.violation(
@@ -297,8 +297,8 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
                 )
 
     def test_call_format(self) -> None:
-        """`call_format` returns a grammar of the calls of any tools, whose special tokens the
-        tokenizer has. A class may leave it out: then calls cannot be required.
+        """`call_format` returns a grammar of the calls of any tools; the tokenizer has its special
+        tokens. A class may leave it out: then calls cannot be required.
         """
         if "tools" not in self.parser.roles:
             pytest.skip("its roles have no tools: it parses no calls")
@@ -324,17 +324,17 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
     @checks("memory: nothing grows with the number of outputs")
     def test_memory(self) -> None:
         """Nothing grows with the number of outputs."""
-        what = f"the parser: while {100 * len(self.samples)} outputs were parsed"
-        for _ in without_growth(self._subject, 100, what, "keep nothing of an output"):
+        description = f"the parser: while {100 * len(self.samples)} outputs were parsed"
+        for _ in without_growth(self._subject, 100, description, "keep nothing of an output"):
             for sample in self.samples:
                 self._parsed(sample)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        given = self.tokenizer
-        if given is None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             return ByteTokenizer(self.special_tokens)
-        return given if isinstance(given, Tokenizer) else load_tokenizer(given)
+        return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
 
     @contextmanager
     def _in_use(self) -> Iterator[InUse]:
@@ -383,11 +383,13 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
         taken = self._subject.token_ids
         special = {t: i for t, i in self._tokenizer.special_tokens.items() if i in taken}
         while text:
-            found = [(at, -len(token), token) for token in special if (at := text.find(token)) >= 0]
-            if not found:
+            matches = [
+                (at, -len(token), token) for token in special if (at := text.find(token)) >= 0
+            ]
+            if not matches:
                 yield text
                 return
-            at, _, token = min(found)
+            at, _, token = min(matches)
             if at:
                 yield text[:at]
             yield special[token]
@@ -438,14 +440,14 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
     def _check_same(
         self,
         request: ParserRequest,
-        given: Sequence[Piece],
+        original: Sequence[Piece],
         pieces: Sequence[Piece],
         whole: Sequence[OutputEvent],
     ) -> None:
         events = self._events(request, pieces)
         if events != whole:
             raise rules.SPLITS.violation(
-                f"{short_repr(given)} in the pieces {short_repr(pieces)} became "
+                f"{short_repr(original)} in the pieces {short_repr(pieces)} became "
                 f"{short_repr(events)}, and whole {short_repr(whole)}"
             )
 
@@ -477,43 +479,43 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
         for number, (tools, required, parallel) in enumerate(
             itertools.product((now, _TOOLS), _BOTH, _BOTH)
         ):
-            given = f"call_format({list(tools)}, required={required}, parallel={parallel})"
+            call = f"call_format({list(tools)}, required={required}, parallel={parallel})"
             try:
-                found = self._subject.call_format(tools, required=required, parallel=parallel)
+                grammar = self._subject.call_format(tools, required=required, parallel=parallel)
             except NotImplementedError:
                 if not number:
                     pytest.skip("call_format gives no grammar: calls cannot be required")
                 return
             except Exception as cause:
                 raise rules.CALL_FORMAT.violation(
-                    f"{given} raised {type(cause).__name__}: {cause}"
+                    f"{call} raised {type(cause).__name__}: {cause}"
                 ) from cause
-            if not isinstance(found, Format):
+            if not isinstance(grammar, Format):
                 raise rules.CALL_FORMAT.violation(
-                    f"{given} returned {short_repr(found)}, no Format"
+                    f"{call} returned {short_repr(grammar)}, no Format"
                 )
-            self._check_special_tokens(given, found)
+            self._check_special_tokens(call, grammar)
 
-    def _check_special_tokens(self, given: str, format: Format) -> None:
+    def _check_special_tokens(self, call: str, format: Format) -> None:
         special = self._tokenizer.special_tokens
         for part in walk_formats(format):
             ends = (part.begin, part.end) if isinstance(part, TagFormat) else (part,)
             for token in (end.token for end in ends if isinstance(end, TokenFormat)):
                 if token not in special and token not in special.values():
                     raise rules.CALL_FORMAT.violation(
-                        f"{given} has TokenFormat({token!r}), which the tokenizer has not among "
+                        f"{call} has TokenFormat({token!r}), which the tokenizer has not among "
                         f"its special tokens"
                     )
 
     def _check_turns(self, *samples: OutputSample) -> None:
         """Check that samples that come in turns are as each alone."""
         outputs = [(self._subject.open(s.request), self._pieces(s.text, 1)) for s in samples]
-        found: list[list[OutputEvent]] = [[] for _ in samples]
+        events_by_sample: list[list[OutputEvent]] = [[] for _ in samples]
         for at in range(max(len(pieces) for _, pieces in outputs)):
-            for events, (state, pieces) in zip(found, outputs, strict=True):
+            for events, (state, pieces) in zip(events_by_sample, outputs, strict=True):
                 for piece in pieces[at : at + 1]:
                     events += _fed(state, piece)
-        for sample, events, (state, _) in zip(samples, found, outputs, strict=True):
+        for sample, events, (state, _) in zip(samples, events_by_sample, outputs, strict=True):
             events += state.finish()
             alone = self._parsed(sample)
             if join_events(events) != alone:

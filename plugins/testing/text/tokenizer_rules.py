@@ -11,16 +11,17 @@ VOCABULARY = Rule(
 )
 TOKEN_BYTES = Rule(
     "token bytes: vocabulary() has the bytes of each token",
-    "return what a token adds to the text, in UTF-8, of which it may be a part; grammars decide by "
+    "return the bytes that a token adds to the text, possibly a part of a character; grammars "
+    "decide by "
     "it which tokens may come next",
 )
 ROUND_TRIP = Rule(
-    "round trip: decoding what encode returned gives the text again",
-    "encode what is in no token as bytes; set lossless = False in the suite if the tokenizer "
-    "normalizes text on purpose",
+    "round trip: decoding the result of encode gives the text again",
+    "encode text outside of all tokens as bytes; set lossless = False in the suite if the "
+    "tokenizer normalizes text on purpose",
 )
 STREAM = Rule(
-    "stream: what decode_stream gives in pieces is what decode gives at once",
+    "stream: the pieces of decode_stream add up to the result of decode",
     "hold back the bytes of an incomplete character, start after the prompt's last token, and "
     "skip special tokens exactly if skip_special_tokens is true",
 )
@@ -34,11 +35,11 @@ DETERMINISTIC = Rule(
 )
 THREADS = Rule(
     "threads: encode, decode and streams may run in several threads at once",
-    "keep what a call needs in local variables, or take a lock",
+    "keep the data of a call in local variables, or take a lock",
 )
 CHAT = Rule(
     "chat: apply_chat_template returns text, or raises RequestError",
-    "raise RequestError, whose message reaches the caller, for every conversation that the "
+    "raise RequestError, with a message for the caller, for every conversation that the "
     "template cannot render",
 )
 EOS = Rule(
@@ -47,7 +48,7 @@ EOS = Rule(
 )
 SPECIAL = Rule(
     "special tokens: each is encoded as its id alone, and decoded to its text",
-    "name in special_tokens only what encode finds as one token in any text",
+    "name in special_tokens only texts that encode finds as one token in any text",
 )
 UNKNOWN = Rule(
     "unknown tokens: ids that only the model has are decoded as no text",
@@ -55,8 +56,8 @@ UNKNOWN = Rule(
 )
 PAIRS = Rule(
     "pairs: the texts of a pair have the tokens that each has alone",
-    "encode each text by itself, put special tokens around the two, and say where each text is; "
-    "raise RequestError for texts that cannot be encoded, and leave encode_pair out if the "
+    "encode each text by itself, put special tokens around the two, and return the range of each "
+    "text; raise RequestError for texts that cannot be encoded, and leave encode_pair out if the "
     "tokenizer takes no pairs",
 )
 READS_ONLY = Rule(

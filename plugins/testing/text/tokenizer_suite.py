@@ -121,7 +121,7 @@ class TokenizerSuite(GeneralComponentSuite):
             joined = _bytes_of(vocabulary, ids)
             if not _is_same_but_for_a_space(joined.decode(errors="surrogateescape"), text):
                 raise rules.TOKEN_BYTES.violation(
-                    f"{text!r} has the tokens {short_repr(ids)}, whose bytes in vocabulary() are "
+                    f"{text!r} has the tokens {short_repr(ids)}; their bytes in vocabulary() are "
                     f"{joined!r}"
                 )
 
@@ -129,7 +129,7 @@ class TokenizerSuite(GeneralComponentSuite):
         self._search(rules.TOKEN_BYTES.text, 100, check, text=texts)
 
     def test_round_trip(self) -> None:
-        """Decoding what `encode` returned gives the text again."""
+        """Decoding the result of `encode` gives the text again."""
 
         def check(text: str) -> None:
             for special in (False, True):
@@ -145,8 +145,8 @@ class TokenizerSuite(GeneralComponentSuite):
         self._search(rules.ROUND_TRIP.text, 150, check, text=self._texts)
 
     def test_stream(self) -> None:
-        """`decode_stream` gives in pieces what `decode` gives at once: after a prompt that ends at
-        any token, inside characters too, with special tokens skipped or shown.
+        """The pieces of `decode_stream` add up to the result of `decode`: after a prompt that ends
+        at any token, inside characters too, with special tokens skipped or shown.
         """
 
         def check(text: str, more: str, skip: bool) -> None:
@@ -155,11 +155,11 @@ class TokenizerSuite(GeneralComponentSuite):
             whole = self._decoded(ids, skip)
             for split in range(len(ids) + 1):
                 before = self._decoded(ids[:split], skip).rstrip(_INCOMPLETE)
-                given = _streamed(self._subject, ids[:split], ids[split:], skip)
-                if before + given != whole:
+                streamed = _streamed(self._subject, ids[:split], ids[split:], skip)
+                if before + streamed != whole:
                     raise rules.STREAM.violation(
                         f"after the prompt {ids[:split]}, which is {before!r}, the tokens "
-                        f"{ids[split:]} gave {given!r}; all of them are {whole!r} "
+                        f"{ids[split:]} gave {streamed!r}; all of them are {whole!r} "
                         f"(skip_special_tokens={skip})"
                     )
 
@@ -167,22 +167,22 @@ class TokenizerSuite(GeneralComponentSuite):
         self._search(rules.STREAM.text, 60, check, text=texts, more=texts, skip=st.booleans())
 
     def test_streams_apart(self) -> None:
-        """Streams that take turns give what each gives alone."""
+        """Interleaved streams give the same as each stream alone."""
 
         def check(texts: list[str], skip: bool) -> None:
             ids = [self._encoded(text) for text in texts]
             alone = [self._pieces(tokens, skip) for tokens in ids]
             streams = [self._subject.decode_stream([], skip_special_tokens=skip) for _ in ids]
-            given: list[list[str | None]] = [[] for _ in ids]
+            streamed: list[list[str | None]] = [[] for _ in ids]
             for turn in range(max(map(len, ids))):
-                for pieces, stream, tokens in zip(given, streams, ids, strict=True):
+                for pieces, stream, tokens in zip(streamed, streams, ids, strict=True):
                     if turn < len(tokens):
                         pieces.append(stream.step(tokens[turn]))
             for number, text in enumerate(texts):
-                if given[number] != alone[number]:
+                if streamed[number] != alone[number]:
                     raise rules.STREAMS_APART.violation(
                         f"of {len(ids)} streams that take turns, the one of {text!r} gave "
-                        f"{given[number]}, alone it gives {alone[number]}"
+                        f"{streamed[number]}, alone it gives {alone[number]}"
                     )
 
         texts = st.lists(self._texts.filter(bool), min_size=2, max_size=3)
@@ -201,19 +201,19 @@ class TokenizerSuite(GeneralComponentSuite):
                 "decode": lambda: self._decoded(ids, skip),
                 "a stream": lambda: _streamed(self._subject, [], ids, skip),
             }
-            for what, decode in calls.items():
+            for call, decode in calls.items():
                 try:
                     text = decode()
                 except Violation:
                     raise
                 except Exception as cause:
                     raise rules.UNKNOWN.violation(
-                        f"{what} raised {type(cause).__name__}: {cause}, for {ids}; "
+                        f"{call} raised {type(cause).__name__}: {cause}, for {ids}; "
                         f"vocab_size is {size}"
                     ) from cause
                 if text:
                     raise rules.UNKNOWN.violation(
-                        f"{what} made {text!r} of {ids}; vocab_size is {size}"
+                        f"{call} made {text!r} of {ids}; vocab_size is {size}"
                     )
 
         ids = st.lists(st.integers(size, size + 300), min_size=1, max_size=4)
@@ -225,11 +225,12 @@ class TokenizerSuite(GeneralComponentSuite):
 
         def check(texts: list[str], skip: bool) -> None:
             first = [self._results(self._subject, text, skip) for text in texts]
-            for text, one in zip(texts[::-1], first[::-1], strict=True):
-                for what, instance in (("again", self._subject), ("a new instance", other)):
-                    if (two := self._results(instance, text, skip)) != one:
+            for text, expected in zip(texts[::-1], first[::-1], strict=True):
+                for label, instance in (("again", self._subject), ("a new instance", other)):
+                    if (two := self._results(instance, text, skip)) != expected:
                         raise rules.DETERMINISTIC.violation(
-                            f"for {text!r} it gave {short_repr(one)}, {what} {short_repr(two)}"
+                            f"for {text!r} it gave {short_repr(expected)}, {label} "
+                            f"{short_repr(two)}"
                         )
 
         texts = st.lists(self._texts, min_size=1, max_size=3)
@@ -285,9 +286,9 @@ class TokenizerSuite(GeneralComponentSuite):
 
         def check(text: str) -> None:
             eos = set(self._subject.eos_token_ids)
-            if found := eos.intersection(self._encoded(text)):
+            if matches := eos.intersection(self._encoded(text)):
                 raise rules.EOS.violation(
-                    f"{text!r} is encoded with token {min(found)}, which is one of "
+                    f"{text!r} is encoded with token {min(matches)}, which is one of "
                     f"eos_token_ids: a completion would end where this text occurs"
                 )
 
@@ -324,10 +325,10 @@ class TokenizerSuite(GeneralComponentSuite):
             except UnusableError as cause:
                 raise rules.PAIRS.violation(f"encode_pair{of} {cause}") from cause
             for text, span in ((first, pair.first), (second, pair.second)):
-                alone, found = self._encoded(text), ids[span.start : span.stop]
-                if found != alone:
+                alone, tokens = self._encoded(text), ids[span.start : span.stop]
+                if tokens != alone:
                     raise rules.PAIRS.violation(
-                        f"encode_pair{of} has the tokens {short_repr(found)} for {text!r}, which "
+                        f"encode_pair{of} has the tokens {short_repr(tokens)} for {text!r}, which "
                         f"are {short_repr(alone)} alone"
                     )
             for token in ids:
@@ -353,7 +354,7 @@ class TokenizerSuite(GeneralComponentSuite):
                     call()
                 if snapshot([ids, messages]) != before:
                     raise rules.READS_ONLY.violation(
-                        f"{name} changed what it was given, for {text!r}: now it is "
+                        f"{name} mutated its input, for {text!r}: now it is "
                         f"{short_repr(messages if name == 'apply_chat_template' else ids)}"
                     )
 
@@ -364,9 +365,9 @@ class TokenizerSuite(GeneralComponentSuite):
     def test_memory(self) -> None:
         """Nothing grows with the number of texts and streams."""
         subject = self._subject
-        what = "the tokenizer: while 100 texts were encoded and decoded"
+        description = "the tokenizer: while 100 texts were encoded and decoded"
         fix = "bound every cache, by functools.lru_cache(maxsize=...) for example, and drop streams"
-        for wave in without_growth(subject, 100, what, fix):
+        for wave in without_growth(subject, 100, description, fix):
             ids = subject.encode(f"{wave} of 200")
             subject.decode(ids)
             subject.decode_stream(ids).step(ids[0])
@@ -494,18 +495,19 @@ class TokenizerSuite(GeneralComponentSuite):
         names = {token: text for text, token in self._subject.special_tokens.items()}
         for token in sorted({*names, *vocabulary.special}):
             is_special = token in vocabulary.special
-            shown, kept = self._decoded([token], False), self._decoded([token], True)
-            if is_special == bool(kept) and (kept or shown):
+            shown, is_shown = self._decoded([token], False), self._decoded([token], True)
+            if is_special == bool(is_shown) and (is_shown or shown):
                 raise rules.TOKEN_BYTES.violation(
-                    f"token {token}, which is {shown!r}, {'is one' if is_special else 'is none'} "
-                    f"of the special tokens of vocabulary(), and decode "
-                    f"{'shows' if kept else 'skips'} it with skip_special_tokens",
+                    f"token {token}, {shown!r}, {'is' if is_special else 'is not'} "
+                    f"among the special tokens of vocabulary(), and decode "
+                    f"{'shows' if is_shown else 'skips'} it with skip_special_tokens",
                     "name the tokens that decode skips with skip_special_tokens, no others",
                 )
-            name, found = names.get(token), _bytes_of(vocabulary, [token])
-            if is_special and name is not None and found != name.encode():
+            name, bytes_of_token = names.get(token), _bytes_of(vocabulary, [token])
+            if is_special and name is not None and bytes_of_token != name.encode():
                 raise rules.TOKEN_BYTES.violation(
-                    f"token {token} is {name!r} in special_tokens and {found!r} in vocabulary()",
+                    f"token {token} is {name!r} in special_tokens and {bytes_of_token!r} "
+                    f"in vocabulary()",
                     "return the text of a special token as its bytes",
                 )
 
@@ -533,11 +535,13 @@ class TokenizerSuite(GeneralComponentSuite):
 
     def _check_chat(self, messages: Any, template: str | None = None) -> None:
         chat = short_repr(messages)
-        given = list(messages) if isinstance(messages, tuple) else messages
+        conversation = list(messages) if isinstance(messages, tuple) else messages
         extra: Mapping[str, Any] = {} if template is None else {"template": template}
         for add in (True, False):
             try:
-                text = self._subject.apply_chat_template(given, add_generation_prompt=add, **extra)
+                text = self._subject.apply_chat_template(
+                    conversation, add_generation_prompt=add, **extra
+                )
             except RequestError:
                 continue
             except Exception as cause:
@@ -583,7 +587,7 @@ class TokenizerSuite(GeneralComponentSuite):
 
 
 def _bytes_of(vocabulary: Vocabulary, ids: list[int]) -> bytes:
-    """Return the bytes of tokens; those that the vocabulary has not have none."""
+    """Return the bytes of tokens; ids outside of the vocabulary have no bytes."""
     return b"".join(b"".join(vocabulary.tokens[token : token + 1]) for token in ids)
 
 
@@ -592,7 +596,7 @@ def _is_same_but_for_a_space(joined: str, text: str) -> bool:
 
 
 def _streamed(tokenizer: Tokenizer, prompt: list[int], ids: Sequence[int], skip: bool) -> str:
-    """Return a stream's text, with that of the last tokens that gave none, as the engine does."""
+    """Return a stream's text, including the text of pending last tokens, like the engine."""
     stream = tokenizer.decode_stream(prompt, skip_special_tokens=skip)
     pieces: list[str] = []
     pending: list[int] = []

@@ -13,7 +13,7 @@ __all__ = ["WAITS", "CallTimes"]
 
 WAITS = Rule(
     "waits: a call computes, and waits for nothing that takes long",
-    "do not sleep, and load what takes long in the constructor; or set max_wait_seconds to the "
+    "do not sleep, and do slow work in the constructor; or set max_wait_seconds to the "
     "time for which the engine may wait",
 )
 
@@ -34,19 +34,19 @@ class CallTimes:
         self.seconds: list[float] = []
         self._max_wait = max_wait_seconds
 
-    def call(self, method: Callable[..., Any], *given: Any) -> Any:
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method; return its result.
 
         Raises:
             Violation: it waited too long, for a timer, a lock, a server or a disk.
         """
-        own, computed = own_seconds(), time.thread_time()
+        started, computed = own_seconds(), time.thread_time()
         try:
-            return method(*given)
+            return method(*arguments)
         finally:
-            passed = own_seconds() - own
+            passed = own_seconds() - started
             self.seconds.append(passed)
-            self._check_wait(method, given, passed - (time.thread_time() - computed))
+            self._check_wait(method, arguments, passed - (time.thread_time() - computed))
 
     def p99(self) -> float:
         """Return the seconds that 99 of 100 calls stay below or reach; 0 without calls."""
@@ -55,9 +55,9 @@ class CallTimes:
         ordered = sorted(self.seconds)
         return ordered[min(len(ordered) * 99 // 100, len(ordered) - 1)]
 
-    def _check_wait(self, method: Callable[..., Any], given: Any, waited: float) -> None:
+    def _check_wait(self, method: Callable[..., Any], arguments: Any, waited: float) -> None:
         if self._max_wait is not None and waited > self._max_wait:
-            shown = ", ".join(short_repr(value)[:60] for value in given)
+            shown = ", ".join(short_repr(value)[:60] for value in arguments)
             raise WAITS.violation(
                 f"{method.__name__}({shown}) waited {waited:.2g} s without computing, expected at "
                 f"most max_wait_seconds = {self._max_wait:g}"

@@ -14,7 +14,7 @@ from .device_stream import DeviceStream
 
 
 class StreamOps(Wrapper[Ops], Ops):
-    """Operations whose results are readable on the host when a stream has done its work.
+    """Operations with results that are readable on the host after a stream has finished its work.
 
     The scripted model calls `launch_forward` in each step; another model has to do the same.
 

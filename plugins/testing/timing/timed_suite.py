@@ -43,21 +43,21 @@ class TimedSuite(GeneralComponentSuite):
         """
         self._run_checks(SPEED.text, self._check_speed)
 
-    def _timed(self, method: Callable[..., Any], *given: Any) -> Any:
+    def _timed(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the component; return its result.
 
         Raises:
             Violation: it waited longer than it may.
         """
         if self._is_counting:
-            return method(*given)
+            return method(*arguments)
         times = self._times or CallTimes(self.max_wait_seconds)
-        return times.call(method, *given)
+        return times.call(method, *arguments)
 
     def _check_speed(self) -> None:
         budget = self.budget_us_per_call
         with self._in_use() as (component, use):
-            for number in range(3):  # what the first uses load is no part of a use
+            for number in range(3):  # what the first uses load is not part of a use
                 use(number)
 
             def measure() -> float:

@@ -43,7 +43,7 @@ class PackedStep:
     ) -> None:
         """Copy the arrays to a device; the host does not wait for it.
 
-        The shapes are those of the attributes, after [groups] for slots and tables.
+        The shapes are the same as of the attributes, after [groups] for slots and tables.
         """
         self._num_tokens = count = len(token_ids)
         self._num_groups = groups = len(slots)

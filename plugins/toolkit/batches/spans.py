@@ -12,18 +12,18 @@ __all__ = ["Spans"]
 
 
 class Spans:
-    """Spans of prompts whose tokens see each other, such as those of an image."""
+    """Bidirectional attention spans of prompts, such as the tokens of an image."""
 
     def __init__(self) -> None:
         self._of: dict[str, Sequence[range]] = {}
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Add those of a request, if it has any."""
-        if found := [range(f.offset, f.end) for f in request.features if f.sees_itself]:
-            self._of[request.request_id] = found
+        """Add the spans of a request, if it has any."""
+        if spans := [range(f.offset, f.end) for f in request.features if f.sees_itself]:
+            self._of[request.request_id] = spans
 
     def remove(self, request_id: str) -> None:
-        """Remove those of a request."""
+        """Remove the spans of a request."""
         self._of.pop(request_id, None)
 
     def last_seen(

@@ -38,27 +38,27 @@ class HubName(NamedTuple):
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return the name in a text; None if the text is no name of the hub."""
-    found = _NAME.fullmatch(text)
-    return None if found is None or text.endswith(".gguf") else HubName(found[1], found[2])
+    """Return the name in a text; None if the text is not a name of the hub."""
+    match = _NAME.fullmatch(text)
+    return None if match is None or text.endswith(".gguf") else HubName(match[1], match[2])
 
 
 def quantization_of(file: str) -> str | None:
     """Return the quantization in the name of a GGUF file; None if it has none."""
-    found = _QUANTIZATION.search(file)
-    return None if found is None else found[1].upper()
+    match = _QUANTIZATION.search(file)
+    return None if match is None else match[1].upper()
 
 
 def select_files(name: HubName, files: Iterable[str]) -> list[str]:
     """Return the files of a repository that the model needs.
 
     Raises:
-        ModelError: there are no weights, or none of the quantization; the message lists those that
-            there are.
+        ModelError: there are no weights, or none of the quantization; the message lists the
+            quantizations that exist.
     """
     files = sorted(files)
     gguf = [file for file in files if file.endswith(".gguf")]
-    known = ", ".join(sorted({found for file in gguf if (found := quantization_of(file))}))
+    known = ", ".join(sorted({label for file in gguf if (label := quantization_of(file))}))
     if name.quantization is None:
         chosen = [file for file in files if any(fnmatchcase(file, p) for p in _PATTERNS)]
         if any(file.endswith(".safetensors") for file in chosen):
@@ -80,7 +80,7 @@ def select_files(name: HubName, files: Iterable[str]) -> list[str]:
 
 
 def fetch_files(name: HubName) -> Path:
-    """Return the model's folder, or its GGUF file, from the cache; download what is missing.
+    """Return the model's folder, or its GGUF file, from the cache; download missing files.
 
     Raises:
         ModelError: the repository has no such files.

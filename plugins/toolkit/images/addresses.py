@@ -42,13 +42,13 @@ _CLOSED_6 = tuple(
 )
 
 _ISATAP = (0x00005EFE, 0x02005EFE)
-"""Third quarter of an address whose last one is an IPv4 address."""
+"""Third quarter of an address with an IPv4 address as its last one."""
 
 
 def is_public(address: str) -> bool:
     """Return whether an address, in its usual form, is one of the public Internet.
 
-    Addresses that hold another one, such as those of NAT64, count as not public.
+    Addresses that hold another one, such as NAT64 addresses, count as not public.
     """
     try:
         parsed = ipaddress.ip_address(address)

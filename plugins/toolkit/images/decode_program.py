@@ -1,7 +1,7 @@
-"""The program that decodes images, in a limited process: libraries in C read what strangers send.
+"""The image decoder program, in a limited process because C libraries read untrusted input.
 
 A request is the name of a format, a line end, and the encoded image; or RGB, width and height, a
-line end, and pixels. An answer is the size and the pixels, or a letter for what is wrong. With the
+line end, and pixels. An answer is the size and the pixels, or a letter for the error. With the
 processor of a model, it is the size, a hash of the pixels, the number of dimensions and the
 dimensions of the result of the processor, none if it gave bytes alone, and that result. It imports
 Pillow alone, and of that the readers of four formats.
@@ -74,7 +74,7 @@ def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
             return MEMORY
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             return SIZE
-        except Exception:  # of what is damaged, readers raise anything
+        except Exception:  # readers raise anything for damaged files
             return DAMAGED
 
     return answer
@@ -126,7 +126,7 @@ def decode(image: Any, max_pixels: int) -> Any:
     """Return an image that was opened, and is not yet decoded, as RGB; or the answer to it."""
     if image.width * image.height > max_pixels:
         return SIZE
-    # Of a GIF, the frames would have to be decoded to be counted; the first one is what is asked.
+    # The frames of a GIF would have to be decoded to be counted; only the first one is requested.
     frames = 1 if image.format == "GIF" else getattr(image, "n_frames", 1)
     if frames > 1:
         return FRAMES + NUMBERS.pack(min(frames, (1 << 32) - 1), 0)
@@ -138,7 +138,7 @@ def decode(image: Any, max_pixels: int) -> Any:
 
 def _rgb(image: Any) -> Any:
     """Return an image as RGB of 8 bits, without its alpha channel."""
-    if image.mode.startswith("I"):  # grey of 16 bits: its high bytes, as those of colours
+    if image.mode.startswith("I"):  # gray of 16 bits: its high bytes, like color channels
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     return image if image.mode == "RGB" else image.convert("RGB")
 

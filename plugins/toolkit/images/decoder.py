@@ -1,4 +1,4 @@
-"""Encoded images to pixels, and to what an encoder gets: limits first, then a limited process."""
+"""Conversion of encoded images to pixels and encoder inputs, in a process with limits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_size(width: int, height: int, limits: ImagesConfig, place: str) -> Non
         )
     if max(width, height) > limits.max_aspect_ratio * min(width, height):
         raise RequestError(
-            f"{place}: expected an image whose longer side is at most "
+            f"{place}: expected an image with a longer side of at most "
             f"{limits.max_aspect_ratio:g} times the shorter one (images.max_aspect_ratio), got "
             f"{width} x {height}"
         )
@@ -101,10 +101,10 @@ class ImageDecoder:
             raise RequestError(f"{place}: expected a whole image; {wrong}") from None
         if header is None:
             *names, last = FORMATS
-            found = "nothing" if not data else "another format"
+            content = "nothing" if not data else "another format"
             raise RequestError(
                 f"{place}: expected an image in the format {', '.join(names)} or {last}, by its "
-                f"content; got {found}"
+                f"content; got {content}"
             )
         check_size(header.width, header.height, self._limits, place)
         answer = self._process.ask(header.format.encode() + b"\n", data, owner=owner)

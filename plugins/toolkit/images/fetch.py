@@ -66,8 +66,8 @@ def resolve_host(host: str, port: int) -> list[str]:
     Raises:
         OSError: it has none.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 class Fetcher:
@@ -128,10 +128,10 @@ class Fetcher:
             if before == "https" and target.scheme == "http":
                 raise _RefusedError("it leads from https to http")
             before = target.scheme
-            found = self._get(target, deadline)
-            if isinstance(found, bytes):
-                return found
-            url = urljoin(url, found)
+            result = self._get(target, deadline)
+            if isinstance(result, bytes):
+                return result
+            url = urljoin(url, result)
         raise _RefusedError(f"it leads to more than {_MAX_REDIRECTS} others, one after the other")
 
     def _target(self, url: str) -> _Target:
@@ -166,7 +166,7 @@ class Fetcher:
         host = host.removesuffix(".")
         allowed = self._settings.hosts
         if allowed is not None and not any(_is_of(host, pattern) for pattern in allowed):
-            raise _RefusedError("its host is none of those that are allowed (images.remote.hosts)")
+            raise _RefusedError("its host is not allowed by images.remote.hosts")
         return host
 
     def _get(self, target: _Target, deadline: float) -> bytes | str:
@@ -204,7 +204,7 @@ class Fetcher:
 
     def _connected(self, target: _Target, deadline: float) -> socket.socket:
         addresses = _within(deadline, lambda: list(self._resolve(target.host, target.port)))
-        # A name that is not there and one that leads inside look the same from outside.
+        # A missing name and a name that leads inside look the same from outside.
         if not addresses or not all(map(self._permits, addresses)):
             raise _RefusedError("its host has no public address")
         raw = _dialled(addresses[:_MOST_DIALLED], target.port, deadline)
@@ -241,17 +241,17 @@ def _within(deadline: float, resolve: Callable[[], list[str]]) -> list[str]:
     Raises:
         TimeoutError: it took too long.
     """
-    found: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
 
     def run() -> None:
         addresses: list[str] = []
         with contextlib.suppress(OSError, UnicodeError):
             addresses = resolve()
-        found.put(addresses)
+        results.put(addresses)
 
     threading.Thread(target=run, name="image host", daemon=True).start()
     try:
-        return found.get(timeout=_left(deadline))
+        return results.get(timeout=_left(deadline))
     except queue.Empty:
         raise TimeoutError from None
 

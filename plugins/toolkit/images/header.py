@@ -32,16 +32,16 @@ def read_header(data: bytes) -> Header | None:
     Raises:
         ValueError: it has one, but no size; the message is the rest of a sentence about it.
     """
-    found = next((name for name, begins in _BEGINS.items() if begins(data)), None)
-    if found is None:
+    format_name = next((name for name, begins in _BEGINS.items() if begins(data)), None)
+    if format_name is None:
         return None
     try:
-        width, height = _SIZES[found](data)
+        width, height = _SIZES[format_name](data)
     except (struct.error, IndexError):
-        raise ValueError(f"this {found} image ends before its size") from None
+        raise ValueError(f"this {format_name} image ends before its size") from None
     if width < 1 or height < 1:
-        raise ValueError(f"this {found} image has the size {width} x {height}")
-    return Header(found, width, height)
+        raise ValueError(f"this {format_name} image has the size {width} x {height}")
+    return Header(format_name, width, height)
 
 
 _PNG = b"\x89PNG\r\n\x1a\n"

@@ -32,7 +32,7 @@ _FORMS = (
 
 
 class ImageReader:
-    """Makes pixels, or what an encoder gets, of images in any form that users have them in.
+    """Converts images of any supported form to pixels or encoder inputs.
 
     Usable from several threads; closing it ends the process that decodes and processes.
     """
@@ -59,7 +59,7 @@ class ImageReader:
 
         Args:
             images: each with its place, which names it in messages. An `ImageSource` has its own.
-                Those that are processed stay as they are.
+                Processed images stay as they are.
 
         Raises:
             RequestError: there are too many, or one is wrong; the message names its place.
@@ -74,9 +74,9 @@ class ImageReader:
             )
         read: list[Image | ProcessedImage] = []
         size = pixels = 0
-        for own_place, given in images:
-            place, owner = _place(own_place, given), _owner(given)
-            image = self._one(given, place)
+        for own_place, source in images:
+            place, owner = _place(own_place, source), _owner(source)
+            image = self._one(source, place)
             if isinstance(image, bytes):
                 size += len(image)
                 self._check_total("bytes", size, self._limits.max_total_bytes, place)
@@ -88,8 +88,8 @@ class ImageReader:
             read.append(image)
         return read
 
-    def _check_total(self, unit: str, found: int, limit: int, place: str) -> None:
-        if found > limit:
+    def _check_total(self, unit: str, total: int, limit: int, place: str) -> None:
+        if total > limit:
             raise RequestError(
                 f"{place}: expected images of at most {limit} {unit} together in a prompt "
                 f"(images.max_total_{unit}), got more"
@@ -99,36 +99,38 @@ class ImageReader:
         """End the process that decodes."""
         self._decoder.close()
 
-    def _one(self, given: Any, place: str) -> bytes | Image | ProcessedImage:
+    def _one(self, source: Any, place: str) -> bytes | Image | ProcessedImage:
         """Return an image that is decoded, or the bytes of an encoded one."""
-        if isinstance(given, ImageSource):
-            return self._of_url(given.url, place)
-        if isinstance(given, Image):
-            return self._checked(given, place)
-        if isinstance(given, ProcessedImage):
-            return self._processed(given, place)
-        if isinstance(given, bytes | bytearray | memoryview):
-            return bytes(given)
-        if isinstance(given, os.PathLike):
-            return self._of_path(os.fsdecode(given), place)
-        if isinstance(given, str):
-            is_url = given[:5].lower() in ("data:", "file:") or "://" in given[:16]
-            return self._of_url(given, place) if is_url else self._of_path(given, place)
-        if isinstance(given, np.ndarray):
-            return self._of_array(given, place)
-        if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(given, pillow.Image):
-            return self._of_pillow(given, place)
-        raise RequestError(f"{place}: expected {_FORMS}, got {type(given).__name__}")
+        if isinstance(source, ImageSource):
+            return self._of_url(source.url, place)
+        if isinstance(source, Image):
+            return self._checked(source, place)
+        if isinstance(source, ProcessedImage):
+            return self._processed(source, place)
+        if isinstance(source, bytes | bytearray | memoryview):
+            return bytes(source)
+        if isinstance(source, os.PathLike):
+            return self._of_path(os.fsdecode(source), place)
+        if isinstance(source, str):
+            is_url = source[:5].lower() in ("data:", "file:") or "://" in source[:16]
+            return self._of_url(source, place) if is_url else self._of_path(source, place)
+        if isinstance(source, np.ndarray):
+            return self._of_array(source, place)
+        if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(
+            source, pillow.Image
+        ):
+            return self._of_pillow(source, place)
+        raise RequestError(f"{place}: expected {_FORMS}, got {type(source).__name__}")
 
-    def _processed(self, given: ProcessedImage, place: str) -> ProcessedImage:
+    def _processed(self, image: ProcessedImage, place: str) -> ProcessedImage:
         media = self._media
         if (
             media is None
-            or given.settings != media.settings
-            or not media.accepts(given.shape or media.item_shape, len(given.data))
+            or image.settings != media.settings
+            or not media.accepts(image.shape or media.item_shape, len(image.data))
         ):
             raise RequestError(f"{place}: expected an image that this model's processor has made")
-        return given
+        return image
 
     def _of_url(self, url: str, place: str) -> bytes:
         scheme = url[:5].lower()
@@ -145,7 +147,7 @@ class ImageReader:
         """Return the bytes of a data URL; its media type is not asked, the content has the format.
 
         Raises:
-            RequestError: it is no base64, or too long.
+            RequestError: it is not base64, or too long.
         """
         head, comma, text = url[5:].partition(",")
         if not comma or not head.lower().endswith(";base64"):
@@ -192,45 +194,45 @@ class ImageReader:
             pass
         raise RequestError(f"{place}: expected the path of a file that can be read")
 
-    def _of_array(self, given: np.ndarray[Any, Any], place: str) -> Image:
-        if given.dtype != np.uint8 or given.ndim != 3 or given.shape[2] != 3 or not given.size:
+    def _of_array(self, array: np.ndarray[Any, Any], place: str) -> Image:
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or not array.size:
             raise RequestError(
-                f"{place}: expected a uint8 array [height, width, 3], got {given.dtype} "
-                f"{list(given.shape)}"
+                f"{place}: expected a uint8 array [height, width, 3], got {array.dtype} "
+                f"{list(array.shape)}"
             )
-        height, width = given.shape[:2]
+        height, width = array.shape[:2]
         check_size(width, height, self._limits, place)
-        return Image(width, height, given.tobytes())
+        return Image(width, height, array.tobytes())
 
-    def _of_pillow(self, given: Any, place: str) -> Image:
-        """Return an image that the caller opened; what is still to be decoded is decoded here."""
-        if given.width < 1 or given.height < 1:
-            raise RequestError(f"{place}: expected an image with pixels, got {given.size}")
-        check_size(given.width, given.height, self._limits, place)
+    def _of_pillow(self, pillow_image: Any, place: str) -> Image:
+        """Return the pixels of an opened PIL image; decode it here if necessary."""
+        if pillow_image.width < 1 or pillow_image.height < 1:
+            raise RequestError(f"{place}: expected an image with pixels, got {pillow_image.size}")
+        check_size(pillow_image.width, pillow_image.height, self._limits, place)
         try:
-            image = given if given.mode == "RGB" else given.convert("RGB")
+            image = pillow_image if pillow_image.mode == "RGB" else pillow_image.convert("RGB")
             pixels = image.tobytes()
-        except Exception as cause:  # of the caller's own object, whose error the caller gets
+        except Exception as cause:  # of the caller's own object: the caller gets its error
             raise RequestError(f"{place}: reading the PIL image failed") from cause
         return Image(image.width, image.height, pixels)
 
-    def _checked(self, given: Image, place: str) -> Image:
+    def _checked(self, image: Image, place: str) -> Image:
         if (
-            given.width < 1
-            or given.height < 1
-            or len(given.pixels) != (3 * given.width * given.height)
+            image.width < 1
+            or image.height < 1
+            or len(image.pixels) != (3 * image.width * image.height)
         ):
             raise RequestError(
-                f"{place}: expected 3 * width * height bytes of pixels, got {len(given.pixels)} "
-                f"for {given.width} x {given.height}"
+                f"{place}: expected 3 * width * height bytes of pixels, got {len(image.pixels)} "
+                f"for {image.width} x {image.height}"
             )
-        check_size(given.width, given.height, self._limits, place)
-        return given
+        check_size(image.width, image.height, self._limits, place)
+        return image
 
 
-def _owner(given: Any) -> str:
-    return given.owner if isinstance(given, ImageSource) else ""
+def _owner(source: Any) -> str:
+    return source.owner if isinstance(source, ImageSource) else ""
 
 
-def _place(place: str, given: Any) -> str:
-    return given.place if isinstance(given, ImageSource) else place
+def _place(place: str, source: Any) -> str:
+    return source.place if isinstance(source, ImageSource) else place

@@ -60,8 +60,8 @@ def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = No
     """
     with path.open("rb") as file:
         before = _state(path, os.fstat(file.fileno()))
-        kept = {} if folder is None else _read(folder)
-        if (known := kept.get(before)) is not None:
+        hashes = {} if folder is None else _read(folder)
+        if (known := hashes.get(before)) is not None:
             return known
         digest = hashlib.sha256()
         while chunk := file.read(_CHUNK):
@@ -70,7 +70,7 @@ def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = No
             digest.update(chunk)
         status = os.fstat(file.fileno())
         after = _state(path, status)
-    # What has just changed may change again without another time of change.
+    # A file that has just changed may change again without another time of change.
     is_settled = time.time() - max(status.st_mtime, status.st_ctime) > _RECENT_S
     if folder is not None and before == after and is_settled:
         _keep(folder, after, digest.hexdigest())
@@ -78,7 +78,7 @@ def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = No
 
 
 def _state(path: Path, status: os.stat_result) -> str:
-    # The time of change is the system's own; that of modification can be set to any value.
+    # The time of change is the system's own; the time of modification can be set to any value.
     times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
     return f"{path.resolve()} {status.st_size} {times} {status.st_dev}:{status.st_ino}"
 
@@ -92,8 +92,8 @@ def _read(folder: Path) -> dict[str, str]:
             is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             if not is_ours or status.st_mode & 0o022:
                 return {}
-            kept = msgspec.json.decode(file.read(_MOST_BYTES), type=dict[str, str])
-            return {state: digest for state, digest in kept.items() if _DIGEST.fullmatch(digest)}
+            hashes = msgspec.json.decode(file.read(_MOST_BYTES), type=dict[str, str])
+            return {state: digest for state, digest in hashes.items() if _DIGEST.fullmatch(digest)}
     except (OSError, msgspec.MsgspecError):
         return {}
 
@@ -102,16 +102,16 @@ def _keep(folder: Path, state: str, digest: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(folder):
-            kept = _read(folder)
-            kept.pop(state, None)
-            kept[state] = digest
-            while len(kept) > _MOST:
-                del kept[next(iter(kept))]
+            hashes = _read(folder)
+            hashes.pop(state, None)
+            hashes[state] = digest
+            while len(hashes) > _MOST:
+                del hashes[next(iter(hashes))]
             temporary = folder / f"{_FILE}.temporary"
             temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(temporary, flags, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(kept))
+                file.write(msgspec.json.encode(hashes))
             temporary.replace(folder / _FILE)
     except OSError as cause:
         _log.warning("%s: hashes of weights are not kept: %s", folder, cause)

@@ -83,7 +83,7 @@ def block_identity(
         user: the setting that needs it, for messages.
 
     Raises:
-        ConfigError: there is no KV cache, or one whose blocks cannot be moved or distinguished.
+        ConfigError: there is no KV cache, or its blocks cannot be moved or distinguished.
     """
     _check(settings.model_config.architecture, parallel.stage, attention, user)
     stored = settings.config.kv_cache.dtype
@@ -116,22 +116,22 @@ def _check(architecture: str, stage: int, attention: AttentionBlocks, user: str)
         )
     moves = f"{user} moves blocks that are kept, and {architecture}"
     if attention.states is not None:
-        raise ConfigError(f"{moves} keeps states in some layers, of which most blocks have none")
+        raise ConfigError(f"{moves} keeps states in some layers; most blocks have no state")
     windows = [group.window for group in attention.groups if group.window is not None]
     if windows:
         raise ConfigError(
-            f"{moves} has KV cache groups that release those which a sliding window of "
-            f"{windows[0]} tokens has passed; expected kv_cache.window_groups = false"
+            f"{moves} has KV cache groups that release blocks outside of a sliding window "
+            f"of {windows[0]} tokens; expected kv_cache.window_groups = false"
         )
     if not attention.kv_layout[0]:
         raise ConfigError(
-            f"{user} has to distinguish blocks from those of other layouts, and "
+            f"{user} has to distinguish blocks of different layouts, and "
             f"{attention.source} has no kv_layout"
         )
 
 
 def config_hash(config: ModelConfig, variant: str = "", windows: Sequence[int | None] = ()) -> str:
-    """Return a hash of the fields of a model's configuration, and of what it has made of them.
+    """Return a hash of a model's configuration, KV variant and sliding windows.
 
     Args:
         config: configuration of the model.

@@ -1,6 +1,6 @@
 """Start of worker halves that move KV blocks, with the hash of the weights.
 
-The hash is part of the keys of blocks: one that is not that of the weights gives wrong tokens.
+The hash is part of the keys of blocks: a hash of other weights gives wrong tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BlockStart:
     """
 
     def __init__(self, parts: MovingParts, describe_fault: Callable[[BaseException], str]) -> None:
-        """Store the engine halves; `describe_fault` is that of `EngineHalfContext`."""
+        """Store the engine halves; see `EngineHalfContext` for `describe_fault`."""
         self._parts, self._describe_fault = parts, describe_fault
         self._executor: Executor | None = None
         self._loader: WeightLoader | None = None
@@ -153,11 +153,11 @@ class WeightsHash:
             HardpointError: the loader failed.
             OSError: a file cannot be read.
         """
-        found = self._hash.result()
+        weights_hash = self._hash.result()
         if _fingerprint(self._loader) == self._fingerprint:
-            return found
+            return weights_hash
         _log.warning("files of the weights changed during loading: KV blocks are not shared")
-        return f"{found}, changed while loading: {secrets.token_hex(16)}"
+        return f"{weights_hash}, changed while loading: {secrets.token_hex(16)}"
 
     def close(self) -> None:
         """Give up."""
@@ -174,7 +174,7 @@ def _fingerprint(loader: WeightLoader) -> str | None:
 
 def _no_content_hash(loader: WeightLoader, user: str) -> ConfigError:
     return ConfigError(
-        f"{user} has to distinguish blocks from those of other weights, "
+        f"{user} has to distinguish blocks of different weights, "
         f"and the loader {loader.name!r} has no content_hash()"
     )
 
@@ -202,17 +202,18 @@ def hash_weights(
     """
     folder = cache_folder(config)
     try:
-        found = loader.content_hash(lambda path: hash_file(path, folder, stop))
+        weights_hash = loader.content_hash(lambda path: hash_file(path, folder, stop))
     except (HardpointError, OSError):
         raise
     except BaseException as cause:
         raise PluginFaultError(
             f"loader {loader.name!r}: its content_hash() failed: {describe_fault(cause)}"
         ) from cause
-    if found is None:
+    if weights_hash is None:
         raise _no_content_hash(loader, user)
-    if not isinstance(found, str) or not found:
+    if not isinstance(weights_hash, str) or not weights_hash:
         raise PluginFaultError(
-            f"loader {loader.name!r}: its content_hash() gave {shown(found)}, expected a text"
+            f"loader {loader.name!r}: its content_hash() gave {shown(weights_hash)}, "
+            "expected a text"
         )
-    return found
+    return weights_hash

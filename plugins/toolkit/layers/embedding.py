@@ -14,9 +14,9 @@ from .layer import packed_tensor
 
 
 class Embedding:
-    """An embedding table, whose rows the ranks of a stage divide, and whose results they add up.
+    """An embedding table with its rows divided among the ranks of a stage (vocabulary parallel).
 
-    If the rows do not divide, the last ranks' tables have rows of zeros for those that are missing.
+    If the rows do not divide, the last ranks' tables have rows of zeros for the missing ones.
     """
 
     def __init__(self, name: str, rows: int, columns: int, context: ModelContext) -> None:
@@ -104,7 +104,7 @@ class Embedding:
     def changed(self, embedded: torch.Tensor) -> torch.Tensor:
         """Return embedded tokens [tokens, hidden_size] as step parts change them.
 
-        Called with what enters the first layer, so after a scale.
+        Called with the input of the first layer, so after a scale.
         """
         change = self._context.hooks.embedded
         return embedded if change is None else change(embedded)

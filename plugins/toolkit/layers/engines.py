@@ -14,7 +14,7 @@ from hardpoint.plugins.parallel import Communicator
 __all__ = ["over_engines"]
 
 Apply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Returns what this rank's experts contribute to y, of x, chosen and weights."""
+"""Returns the sum of this rank's experts, given x, chosen experts and weights."""
 
 
 def over_engines(
@@ -24,9 +24,9 @@ def over_engines(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Return [rows, hidden]: what the experts of all engines contribute, of this tensor rank.
+    """Return [rows, hidden]: this tensor rank's sum over the experts of all engines.
 
-    Every rank gets the tokens of all engines, as many as each has, and computes those of its own
+    Every rank gets the tokens of all engines, as many as each has, and computes its own
     experts. All engines have to call this, each with at least one row.
 
     Args:
@@ -38,8 +38,8 @@ def over_engines(
     """
     if engines.size == 1:
         return apply(x, chosen, weights)
-    own = len(x)
-    counts = _gathered(engines, torch.tensor([own], device=x.device)).flatten().tolist()
+    num_rows = len(x)
+    counts = _gathered(engines, torch.tensor([num_rows], device=x.device)).flatten().tolist()
     parts = (x, chosen.to(torch.int32), weights)
     tokens = _with_rows(torch.cat([_as_bytes(part) for part in parts], 1), max(counts))
     sent = _gathered(engines, tokens)  # [engines, rows, bytes]
@@ -47,7 +47,7 @@ def over_engines(
     x, chosen, weights = _parted(every, parts)
     y = apply(x, chosen.long(), weights)
     results = torch.stack([_with_rows(rows, max(counts)) for rows in torch.split(y, counts)])
-    received = engines.all_to_all(results)[:, :own]
+    received = engines.all_to_all(results)[:, :num_rows]
     total = received[0].to(torch.promote_types(y.dtype, torch.float32))
     for part in received[1:]:  # in the order of the engines, so that all add alike
         total = total + part

@@ -32,7 +32,7 @@ class Layer(Protocol):
 
 
 class PackedLayer(Layer, Protocol):
-    """A layer whose loaded tensors can be kept in the weight cache."""
+    """A layer with packed tensors for the weight cache."""
 
     def packed(self) -> dict[str, torch.Tensor] | None:
         """Return the layer's tensors as it keeps them, under names that no other layer has.
@@ -41,22 +41,22 @@ class PackedLayer(Layer, Protocol):
         """
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load what `packed` returned, among the tensors of other layers.
+        """Load the result of `packed` from among the tensors of other layers.
 
         Raises:
-            KeyError, ValueError: a tensor is missing, or not what it should be.
+            KeyError, ValueError: a tensor is missing, or has a wrong shape or dtype.
         """
 
 
 @runtime_checkable
 class QuantizableLayer(Protocol):
-    """A layer with matrices that may have few bits."""
+    """A layer with quantizable matrices."""
 
     def quantizable(self) -> Iterable[str]:
         """Return their names."""
 
     def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
-        """Load one, in the place of its tensor."""
+        """Load one, instead of its tensor."""
 
 
 def weight_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
@@ -89,9 +89,9 @@ def load_weights(layers: Iterable[Layer], weights: Iterable[tuple[str, torch.Ten
 
 
 def quantizable(layers: Iterable[Layer]) -> dict[str, QuantizableLayer]:
-    """Return the layers of matrices that may have few bits, by name, for `Model.quantizable`.
+    """Return the layers of quantizable matrices, by name, for `Model.quantizable`.
 
-    They are those of layers with a method `load_quantized`.
+    They are the weights of layers with a method `load_quantized`.
     """
     return {
         name: layer
@@ -115,10 +115,10 @@ def packed_weights(layers: Iterable[PackedLayer]) -> dict[str, torch.Tensor] | N
 
 
 def load_packed(layers: Iterable[PackedLayer], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load what `packed_weights` returned for the same layers, for `Model.load_packed`.
+    """Load the result of `packed_weights` for the same layers, for `Model.load_packed`.
 
     Raises:
-        KeyError, ValueError: a tensor is missing, not what it should be, or of no layer.
+        KeyError, ValueError: a tensor is missing, has a wrong shape or dtype, or is of no layer.
     """
     layers = list(layers)
     for layer in layers:
@@ -149,7 +149,7 @@ def packed_tensor(
 
 
 class RMSNorm:
-    """Root mean square layer normalisation (Zhang and Sennrich, 2019), summed in float32."""
+    """Root mean square layer normalization (Zhang and Sennrich, 2019), summed in float32."""
 
     def __init__(
         self, name: str, size: int, eps: float, context: ModelContext, *, offset: float = 0.0
@@ -166,7 +166,7 @@ class RMSNorm:
         self._shape = (size,)
         self._eps = eps
         self._offset = offset
-        self._normalise, self._add = context.ops.rms_norm, context.ops.add_rms_norm
+        self._normalize, self._add = context.ops.rms_norm, context.ops.add_rms_norm
         self._context = context
         dtype = torch.float32 if offset else context.dtype
         self._weight = torch.empty(0, dtype=dtype, device=context.device)
@@ -191,14 +191,14 @@ class RMSNorm:
         self._weight = packed_tensor(tensors, self._name, self._shape, self._context, dtype)
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x [..., size], normalised over its last dimension.
+        """Return x [..., size], normalized over its last dimension.
 
         Args:
-            x: what is normalised.
+            x: the input to normalize.
             delta: is added to x first, in place: the residual connection; both [rows, size].
         """
         if delta is None:
-            return self._normalise(x, self._weight, self._eps)
+            return self._normalize(x, self._weight, self._eps)
         return self._add(x, delta, self._weight, self._eps)
 
 

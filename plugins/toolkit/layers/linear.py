@@ -56,10 +56,10 @@ class Linear:
                 read whole, and added once. None is all.
             reduce: whether y is the sum over the ranks that have columns of W; otherwise the
                 caller adds up their parts.
-            quantize: whether the matrix may have few bits.
+            quantize: whether the matrix may be quantized.
             is_hooked: whether step parts may change its product, as adapters do.
             stored_as: name without `.weight` of the one checkpoint matrix that has all parts,
-                stacked; those of the parts are not used then.
+                stacked; the parts' own names are not used then.
         """
         self._context = context
         self._hooks = context.hooks
@@ -115,8 +115,8 @@ class Linear:
     ) -> None:
         places = [(name, rows, mine) for name, rows, several in stored for mine in several]
         for (name, _), (place, rows, mine) in zip(self._parts, places, strict=False):
-            shape, own = (rows, columns), column_range or range(columns)
-            self._hooks.matrices[name] = LinearMatrix(place, shape, mine, own)
+            shape, local_columns = (rows, columns), column_range or range(columns)
+            self._hooks.matrices[name] = LinearMatrix(place, shape, mine, local_columns)
 
     def _add(self, name: str, whole: tuple[int, ...], start: int, mine: Sequence[range]) -> None:
         count = sum(map(len, mine))
@@ -211,7 +211,7 @@ class Linear:
         }
 
     def _runs(self) -> dict[str, Run]:
-        """Return the matrices in their order, those together that one product can multiply.
+        """Return the matrices in order, grouped into runs that one product can multiply.
 
         They have the names that they are packed under.
         """
@@ -239,7 +239,7 @@ class Linear:
     def _prepare_runs(self, runs: dict[str, Run]) -> None:
         """Prepare a product per run: of itself where it has one, else of a packed matrix."""
         ranges = self._ranges(runs)
-        own: dict[str, Product] = {}
+        direct_products: dict[str, Product] = {}
         for name, run in runs.items():
             if isinstance(run, QuantizedMatrix):
                 start = ranges[name].start
@@ -248,25 +248,27 @@ class Linear:
                     self._bias_of(rows, self._bias), self._out_dtype or self._context.dtype
                 )
                 if product is not None:
-                    own[name] = product
+                    direct_products[name] = product
                     ranges[name] = rows
         packed = {
             name: self._pack(run, len(ranges[name]))
             for name, run in runs.items()
-            if name not in own
+            if name not in direct_products
         }
-        if not own:
+        if not direct_products:
             self._prepare(packed, self._bias)
             return
         products = [
-            own[name] if name in own else self._product(packed[name], rows, self._bias)
+            direct_products[name]
+            if name in direct_products
+            else self._product(packed[name], rows, self._bias)
             for name, rows in ranges.items()
         ]
         self._apply = self._side_by_side(products, sum(map(len, ranges.values())))
         self._packed = None
 
     def _pack(self, run: Run, rows: int) -> torch.Tensor:
-        """Return a packed run, of `rows`: those that it lacks are zeros."""
+        """Return a packed run of `rows` rows; missing rows are zeros."""
         ops = self._context.ops
         if isinstance(run, list):
             missing = rows - sum(part.shape[0] for part in run)
@@ -297,7 +299,7 @@ class Linear:
         return {name: range(starts[name], end) for name, end in zip(names, ends, strict=True)}
 
     def _prepare(self, packed: dict[str, torch.Tensor], bias: torch.Tensor | None) -> None:
-        """Prepare the product of packed matrices, by name; the bias is that of all."""
+        """Prepare the product of packed matrices, by name, with the bias of all rows."""
         ranges = self._ranges(packed)
         products = [self._product(packed[name], rows, bias) for name, rows in ranges.items()]
         self._apply = self._side_by_side(products, self._rows if products else 0)
@@ -334,7 +336,7 @@ class Linear:
 def _stacked(
     name: str, rows: Sequence[int], ranges: Sequence[range]
 ) -> tuple[str, int, list[range]]:
-    """Return a matrix in which others are stacked: its name, its rows, and those of `ranges`.
+    """Return the name, the number of rows, and the ranges of `ranges` in a stacked matrix.
 
     Args:
         name: name of the matrix.
@@ -346,9 +348,9 @@ def _stacked(
 
 
 class LMHead(Linear):
-    """The matrix that gives logits, float32, whose rows the ranks of a stage divide.
+    """The output projection to logits, float32; the ranks of a stage divide its rows.
 
-    Each rank computes the logits of its rows, and gets those of all.
+    Each rank computes the logits of its rows, and gets the logits of all.
     """
 
     def __init__(self, name: str, vocab_size: int, columns: int, context: ModelContext) -> None:

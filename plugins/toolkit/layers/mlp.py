@@ -44,7 +44,7 @@ class MLP(Protocol):
 
 
 class GatedMLP:
-    """y = down (gate_up x, gated), whose columns the ranks of a stage divide."""
+    """y = down (gate_up x, gated); the ranks of a stage divide its columns."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class GatedMLP:
         Args:
             name: the Hugging Face name, before `.gate_proj.weight`.
             hidden: size of x and y.
-            width: rows of the gate, and of what it is multiplied with.
+            width: rows of the gate, and of its other factor.
             gate: `Ops.silu_and_mul` or `Ops.gelu_and_mul`.
             bias: whether the matrices have biases.
             reduce: whether y is the sum over all ranks; otherwise the caller adds up the parts.
@@ -135,7 +135,7 @@ class ExpertsConfig:
 
 
 class MixtureOfExperts:
-    """An MLP per expert, of which a router chooses a few per token (arXiv:1701.06538).
+    """A mixture of experts: a router selects a few MLPs per token (arXiv:1701.06538).
 
     They are chosen by the router's logits in float32, as `SoftmaxRouting` or `SigmoidRouting` has
     it. The ranks of a stage divide each expert's columns, or the experts
@@ -148,9 +148,9 @@ class MixtureOfExperts:
         """Describe the layers.
 
         Args:
-            name: the Hugging Face name, before that of the router and `.experts.0`.
+            name: the Hugging Face name, before the router's and `.experts.0`.
             hidden: size of x and y.
-            experts: how many there are, and of what size.
+            experts: their number and sizes.
         """
         self._config = experts
         self._communicator = context.parallel.tensor
@@ -332,7 +332,7 @@ class Experts:
 
 
 def _check_ops(ops: Ops, experts: ExpertsConfig) -> None:
-    """Check that operations compute what experts have.
+    """Check that the operations support the features of the experts.
 
     Raises:
         ModelError: their class has an `experts` of an earlier form.
@@ -348,7 +348,7 @@ def _check_ops(ops: Ops, experts: ExpertsConfig) -> None:
 
 
 class _ExpertMatrix(Linear):
-    """A matrix of an expert, which is multiplied together with those of the others."""
+    """An expert's matrix, which is multiplied together with the other experts' matrices."""
 
     @property
     def matrix(self) -> torch.Tensor:

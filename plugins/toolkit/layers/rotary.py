@@ -19,7 +19,7 @@ from hardpoint.toolkit.hf_config import ConfigFields, short
 __all__ = ["RotaryEmbedding"]
 
 _log = logging.getLogger("hardpoint")
-_ROPE_ROWS = 1 << 16  # positions whose angles are computed at once
+_ROPE_ROWS = 1 << 16  # positions per computation of angles
 _DEFAULT_THETA = 10000.0
 _LENGTH_DEPENDENT = ("dynamic",)
 _ORIGINAL = "original_max_position_embeddings"
@@ -51,7 +51,7 @@ class RotaryEmbedding:
 
     Attributes:
         size: elements of a head that are rotated, the first ones; `partial_rotary_factor` of all.
-        variant: what the angles depend on besides the config, for `Model.kv_variant`.
+        variant: inputs of the angles besides the config, for `Model.kv_variant`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ def _longrope(
     fields: ConfigFields,
     max_model_len: int,
 ) -> _Rotation:
-    """Return the result of `_rotation` for LongRoPE; `powers` are those of theta."""
+    """Return the result of `_rotation` for LongRoPE; `powers` are the powers of theta."""
     longest = fields.whole("max_position_embeddings")
     stated = parameters.get(_ORIGINAL)
     original = fields.whole(_ORIGINAL, longest if stated is None else stated)

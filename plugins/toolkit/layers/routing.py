@@ -14,8 +14,8 @@ class SigmoidRouting:
     """How experts are chosen by sigmoids of the router's logits (DeepSeek-V3, arXiv:2412.19437).
 
     The largest sums of sigmoid and `gate.e_score_correction_bias` are chosen; the sigmoids are the
-    weights. Experts may be in groups of one size, of which those count alone whose two largest sums
-    are largest together.
+    weights. Experts may be in groups of one size; then only the groups with the largest sums of
+    their two largest values count.
 
     Attributes:
         groups: number of groups.
@@ -33,7 +33,7 @@ class SigmoidRouting:
         """Return the weights of the chosen experts, and the experts, each [rows, per_token].
 
         Args:
-            logits: those of the router, float32 [rows, experts].
+            logits: logits of the router, float32 [rows, experts].
             bias: float32 [experts].
             per_token: number of experts of a row.
             normalize: whether weights are scaled to a sum of 1, before `scale`.
@@ -53,8 +53,8 @@ class SigmoidRouting:
 class SoftmaxRouting:
     """How experts are chosen by the softmax of the router's logits, the largest of it.
 
-    They are the weights. Experts may be in groups of one size, of which those count alone that have
-    the largest (DeepSeek-V2, arXiv:2405.04434).
+    They are the weights. Experts may be in groups of one size; then only the groups with the
+    largest values count (DeepSeek-V2, arXiv:2405.04434).
 
     Attributes:
         groups: number of groups.
@@ -72,7 +72,7 @@ class SoftmaxRouting:
         """Return the weights of the chosen experts, and the experts, each [rows, per_token].
 
         Args:
-            logits: those of the router, float32 [rows, experts].
+            logits: logits of the router, float32 [rows, experts].
             per_token: number of experts of a row.
             normalize: whether weights are scaled to a sum of 1, before `scale`.
         """
@@ -100,5 +100,5 @@ def _of_best_groups(scores: torch.Tensor, groups: int, chosen: int, *, summed: i
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Return it as a softmax of two: that of a row does not depend on the other rows."""
+    """Return the sigmoid as a softmax of two values; rows do not depend on each other."""
     return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]

@@ -11,7 +11,7 @@ __all__ = ["FairLock"]
 
 
 class FairLock:
-    """Lock that goes to the owner whose last turn began longest ago.
+    """Lock that goes to the owner with the earliest last turn.
 
     A thread at the head of its owner's queue waits for at most one turn of each other owner.
     """

@@ -44,7 +44,7 @@ class LimitedProcess:
 
         Args:
             program: path of a file with a function `start`; see `program`.
-            purpose: what it does, for messages: "to decode images".
+            purpose: its task, for messages: "to decode images".
             seconds: time limit of a request.
             max_bytes: memory that the process may use.
             max_answer_bytes: maximum size of an answer.
@@ -76,7 +76,7 @@ class LimitedProcess:
                 raise EngineClosedError(f"the process {self._purpose} was closed")
             if self._owner != os.getpid():
                 self._process = None
-            # One that may still answer an earlier request would give it to this one.
+            # A process that may still answer an earlier request would give that answer to this one.
             if self._process is None or not self._is_idle or self._process.poll() is not None:
                 self._end()
                 self._start()
@@ -157,5 +157,5 @@ class LimitedProcess:
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
             process.kill()
-            with contextlib.suppress(OSError):  # what it did not read is lost
+            with contextlib.suppress(OSError):  # unread input is lost
                 process.communicate()

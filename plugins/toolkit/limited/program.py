@@ -37,7 +37,7 @@ def main(program: str, seconds: float, max_bytes: int, settings: dict[str, Any])
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's
     _continue_after_parent()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of a library is not an answer
     answer = _load(program)(settings)
     _limit_memory(max_bytes)
     write_frame(answers, b"")
@@ -99,6 +99,6 @@ def _alarm(seconds: int) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    sys.path[:] = given.pop("path")
-    main(**given)
+    arguments = json.loads(sys.argv[1])
+    sys.path[:] = arguments.pop("path")
+    main(**arguments)

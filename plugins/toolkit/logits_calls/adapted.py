@@ -89,7 +89,7 @@ class AdaptedProcessor(AdaptedComponent, LogitsPlugin):
 
 
 def parameter_names(call: Callable[..., Any]) -> list[str]:
-    """Return the names of a callable's parameters, all of which must be plain positional ones.
+    """Return the names of a callable's parameters, which must all be plain positional ones.
 
     Raises:
         TypeError: one is variadic, has a default or is keyword-only, or there is no signature.
@@ -97,7 +97,7 @@ def parameter_names(call: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(call).parameters.values()
     except ValueError:
-        raise TypeError(f"{_name(call)}, whose signature Python cannot read") from None
+        raise TypeError(f"{_name(call)}: its signature cannot be read by inspect") from None
     for parameter in parameters:
         wrong = None
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -22,7 +22,7 @@ def logprob_tensors(
 
     Args:
         logits: float32 [rows, vocab].
-        chosen: int64 [rows]; the tokens of which to return the log-probability.
+        chosen: int64 [rows]; the tokens to return the log-probability of.
         counts: per row, the number of most likely tokens; -1 is the whole vocabulary.
         given: further tokens, per row; empty if there are none.
     """
@@ -31,11 +31,11 @@ def logprob_tensors(
     ranks = (logprobs > picked).sum(1) + 1
     vocab = logits.shape[1]
     top_values, top_ids = logprobs.topk(max(_wanted(count, vocab) for count in counts), dim=1)
-    found = [ranks, top_ids, picked.squeeze(1), top_values]
+    tensors = [ranks, top_ids, picked.squeeze(1), top_values]
     if pairs := [(row, token) for row, ids in enumerate(given) for token in ids]:
         rows, tokens = to_device(pairs, logits.device).T
-        found.append(logprobs[rows, tokens])
-    return found
+        tensors.append(logprobs[rows, tokens])
+    return tensors
 
 
 def token_logprobs(
@@ -47,7 +47,7 @@ def token_logprobs(
     """Return each row's log-probabilities: of the chosen token, the likeliest, the given ones.
 
     Args:
-        lists: the numbers of what `logprob_tensors` returned for the rows.
+        lists: the numbers in the results of `logprob_tensors` for the rows.
         tokens: the chosen ones.
         counts: the same as for `logprob_tensors`.
         given: the same.

@@ -61,8 +61,8 @@ class ResultCache:
 
     Callables may count their calls. So each is called once per position, as without drafts: a step
     that runs a second time, to find the plugin responsible for an error, gets the result of before;
-    the copy for the row of a draft token continues that of the row before; and the copy of the last
-    draft that was kept takes the callable's place.
+    the copy for the row of a draft token continues the copy of the row before; and the copy of the
+    last accepted draft replaces the callable.
     """
 
     def __init__(self) -> None:
@@ -95,9 +95,9 @@ class ResultCache:
             return
         outputs, last = request.output_token_ids, self._last.get(processor)
         if last is not None and last[0] != len(outputs):
-            kept = self._copies.pop(processor, {}).get(tuple(outputs[last[0] : -1]))
-            if kept is not None:
-                processor.call = kept.call
+            accepted = self._copies.pop(processor, {}).get(tuple(outputs[last[0] : -1]))
+            if accepted is not None:
+                processor.call = accepted.call
         self.run(processor, request, row)
 
     def run(self, processor: RequestProcessor, request: LogitsRequest, row: torch.Tensor) -> None:
@@ -179,8 +179,8 @@ class OwnObjects(RowwiseProcessor):
         built = inspect.isclass(target)
         call = target(**self.options.args) if built else copy.deepcopy(target)
         if not callable(call):
-            what = "its constructor made" if built else "its __deepcopy__ returned"
-            raise TypeError(f"{what} a {type(call).__name__}, expected a processor")
+            maker = "its constructor made" if built else "its __deepcopy__ returned"
+            raise TypeError(f"{maker} a {type(call).__name__}, expected a processor")
         return RequestProcessor(prompt_of(request), call, call_signature(call))
 
 
@@ -254,15 +254,15 @@ def _called(processor: RequestProcessor, outputs: list[int], row: torch.Tensor) 
 
     assert processor.call is not None
     arguments: tuple[Any, ...] = (outputs,)
-    given = row
+    logits = row
     if processor.form is CallSignature.TRANSFORMERS:
         assert processor.prompt is not None, "see with_ids"
         ids = to_device([*processor.prompt, *outputs], row.device, torch.int64)
-        arguments, given = (ids.unsqueeze(0),), row.unsqueeze(0)
+        arguments, logits = (ids.unsqueeze(0),), row.unsqueeze(0)
     elif processor.form is CallSignature.PROMPT_AND_OUTPUT:
         arguments = (processor.prompt, outputs)
-    handed_over = HandedOver(given)
-    result = processor.call(*arguments, given)
+    handed_over = HandedOver(logits)
+    result = processor.call(*arguments, logits)
     if not isinstance(result, torch.Tensor):
         raise TypeError(
             f"expected the logits back, also after an edit in place, got {type(result).__name__}"

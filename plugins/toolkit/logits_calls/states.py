@@ -60,10 +60,10 @@ class ObservedStates:
     def start(
         self, processor: LogitsPlugin, request: LogitsRequest, observed: Sequence[float] = ()
     ) -> Any:
-        """Return the state of a request that enters the batch: a new one, or that of its tokens.
+        """Return the state of a request that enters the batch: new, or restored from its tokens.
 
         Args:
-            processor: whose state it is.
+            processor: owner of the state.
             request: with its output tokens.
             observed: logprobs of the tokens that another engine has sampled.
 
@@ -79,11 +79,11 @@ class ObservedStates:
             self.record(processor, request, state)
             return state
         versions = by_name.get(processor.name, ())
-        kept = [version for version in versions if version.num_tokens <= num_tokens]
-        if not kept or kept[-1].num_tokens != num_tokens:
+        usable = [version for version in versions if version.num_tokens <= num_tokens]
+        if not usable or usable[-1].num_tokens != num_tokens:
             raise LookupError(f"no state after {num_tokens} output tokens is kept")
-        by_name[processor.name] = deque(kept, NUM_VERSIONS)  # later tokens were dropped
-        return msgspec.msgpack.decode(kept[-1].state, type=prepared(processor.State))
+        by_name[processor.name] = deque(usable, NUM_VERSIONS)  # later tokens were dropped
+        return msgspec.msgpack.decode(usable[-1].state, type=prepared(processor.State))
 
     def record(self, processor: LogitsPlugin, request: LogitsRequest, state: Any) -> None:
         """Keep the state of a request after its output tokens.
@@ -125,7 +125,7 @@ def _observed(processor: LogitsPlugin, request: LogitsRequest, logprobs: Sequenc
 
 
 def set_state(states: Any, name: str, state: Any) -> None:
-    """Set the state of a processor among those of a request.
+    """Set the state of a processor in the states of a request.
 
     Raises:
         FinishedError: the processor ends the request.
@@ -189,7 +189,7 @@ class _SamplerStates(SparseLogitsProcessor):
 
 
 def _overrides(sampler: Any, method: str) -> bool:
-    """Return whether a sampler, or the one that it wraps, has a method for states."""
+    """Return whether a sampler, or its wrapped sampler, overrides a method for states."""
     member = getattr(type(sampler), method)
     if isinstance(sampler, Wrapper) and not inspect.isfunction(member):
         return _overrides(sampler.wrapped, method)
@@ -203,10 +203,10 @@ def sampler_states(sampler: Sampler, name: str) -> LogitsPlugin | None:
         name: the name under which requests have its arguments.
     """
     methods = ("start", "advance", "observe", "fork")
-    own = [method for method in methods if _overrides(sampler, method)]
-    if "start" not in own:
+    overridden = [method for method in methods if _overrides(sampler, method)]
+    if "start" not in overridden:
         return None
-    members = {method: staticmethod(getattr(sampler, method)) for method in own}
+    members = {method: staticmethod(getattr(sampler, method)) for method in overridden}
     attributes = ("State", "max_state_bytes", "supports_resume")
     declared = {name: getattr(sampler, name) for name in attributes}
     context = LogitsContext(

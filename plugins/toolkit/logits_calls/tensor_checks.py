@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class HandedOver:
-    """A tensor as it is before a plugin gets it; checks afterwards what the plugin made of it.
+    """Snapshot of a tensor's layout before a plugin gets it, to check the plugin's result.
 
     A plugin may edit the values. If it resizes or transposes the tensor, or puts other memory
     under it, the tensor agrees with itself and with a result that is the same object, so it is
@@ -24,7 +24,7 @@ class HandedOver:
         """Return a plugin's result, copied if its rows are not laid out one after the other.
 
         Raises:
-            TypeError: it is no tensor.
+            TypeError: it is not a tensor.
             ValueError: it is not as the tensor that was handed over: dense, of its shape, dtype
                 and device; or the plugin changed the layout or the memory of that one.
         """
@@ -59,7 +59,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
-    differing = [part for part, one, two in zip(_PARTS, before, after, strict=True) if one != two]
+    differing = [part for part, old, new in zip(_PARTS, before, after, strict=True) if old != new]
     return (
         f"it changed the {', '.join(differing)} of the logits that it was given (now {after[2]} "
         f"{list(after[0])}); only their values may be edited in place"

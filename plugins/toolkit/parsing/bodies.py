@@ -1,4 +1,4 @@
-"""Bodies of an output's states: what the text between two markers is."""
+"""Parsers of the text between two markers, one for each kind of state."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class OpenOutput:
     """State that the bodies of one output share.
 
     Attributes:
-        request: whose output it is.
+        request: request of the output.
         tool: name of the call that comes or is open; empty without one.
         call_id: id of that call, where the format has one.
         in_call: whether a call has begun and not ended.
         failed: why the call cannot go on; its text is content then, until something new starts.
-        notes: what a body leaves for another one.
+        notes: data that a body leaves for another one.
         target: the state to which the marker leads that ends a body; None if the body chooses it.
         has_begun: whether there is a marker of a call that has neither ended nor failed.
     """
@@ -135,7 +135,7 @@ class OpenOutput:
     def enter(self, before: Body, body: Body, marker: str, events: list[OutputEvent]) -> None:
         """Go from one body to another, at a marker.
 
-        A marker that starts a call is part of it, and of one that failed otherwise.
+        A marker that starts a call is part of it, also of a failed one.
         """
         reasons = "reasoning" in self.request.roles
         if marker and self.failed and not (body.is_start and body.is_call):
@@ -162,7 +162,7 @@ class Body(ABC):
     Attributes:
         next: the state to go to when the body ends, or at a marker that leads to None.
         is_call: whether its text is part of a call, or may become one.
-        is_start: whether a call, or something else, starts here: one that failed before is over,
+        is_start: whether a call, or something else, starts here: a failed call before it is over,
             and the marker before it is part of it.
     """
 
@@ -178,7 +178,7 @@ class Body(ABC):
 
     @property
     def quotes(self) -> bool:
-        """Whether the text so far ends inside a string, in which a marker's text is no marker."""
+        """Whether the text so far ends inside a string; markers have no effect there."""
         return False
 
     @abstractmethod
@@ -234,7 +234,7 @@ class AfterCall(Content):
         self._space: list[str] | None = None if output.failed else []
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        """Take all of it; white space waits for what comes next."""
+        """Process the whole text; white space is pending until the next character."""
         if self._space is None:
             return super().feed(text, events)
         self._space.append(text)
@@ -258,7 +258,7 @@ class Reasoning(Body):
 
 
 class Beginning(Body):
-    """The white space at the beginning of an output, whose first character selects the state.
+    """White space at the beginning of an output; the next character selects the state.
 
     Attributes:
         begins: the state that each character leads to; any other one leads to `content`, to which
@@ -344,14 +344,14 @@ class Kind(Whole):
             self.output.fail_call(f"expected the kind function, got {text[:100]!r}", events)
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
-        """Check the kind; what is cut off is malformed."""
+        """Check the kind; a truncated kind is malformed."""
         super().close(events, cut=cut)
         if cut:
             self.output.fail_call("the output ended inside it", events)
 
 
 class ToolName(Body):
-    """The name of the tool whose arguments come next.
+    """The name of the tool before its arguments.
 
     Attributes:
         ends_at: a character that begins the arguments where no marker does.
@@ -370,7 +370,7 @@ class ToolName(Body):
         return text.strip(), None
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        """Take the name; what is longer than any name is malformed."""
+        """Read the name; an overlong name is malformed."""
         end = text.find(self.ends_at) if self.ends_at else -1
         end = end if end >= 0 else len(text)
         self._text += text[:end]

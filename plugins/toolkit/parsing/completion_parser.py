@@ -42,14 +42,14 @@ class CompletionParser:
         Args:
             state: state of a new output.
             special: see the attribute.
-            delta: whether `parse` gets the new text alone, and each output has only what is new.
-            parallel: whether there may be several calls; if not, those after the first complete one
+            delta: whether `parse` gets the new text alone, and each output has only the new parts.
+            parallel: whether there may be several calls; if not, calls after the first complete one
                 are left out.
         """
         self.special = special
         self.parts = CompletionParts(delta=delta, parallel=parallel)
         self._state, self._delta = state, delta
-        self._marks: list[_Mark] = []  # those not parsed yet
+        self._marks: list[_Mark] = []  # not parsed yet
         self._num_parsed = 0  # characters
         self._is_parsed = False
         self._num_read = 0  # characters before `parse` gets them, of deltas
@@ -104,9 +104,9 @@ class CompletionParser:
             start = max(mark.start, at)
             if before := text[at - first : start - first]:
                 self.parts.add(self._state.feed(before))
-            own = text[start - first : mark.end - first]
-            self.parts.add(self._state.feed_token(mark.token_id, own))
-            at = start + len(own)
+            marker = text[start - first : mark.end - first]
+            self.parts.add(self._state.feed_token(mark.token_id, marker))
+            at = start + len(marker)
         del self._marks[:count]
         if rest := text[at - first :]:
             self.parts.add(self._state.feed(rest))
@@ -140,8 +140,8 @@ class ChainedState:
         is_taken = token_id in self._ids or self._reasoning.in_reasoning
         if is_taken and token_id not in self._calls:
             return self._parsed(self._reasoning.feed_token(token_id, text))
-        # Without its text, it ends what waited to become a marker of the reasoning parser, or,
-        # where it begins a call, the reasoning.
+        # Without its text, it ends the text that waited to become a marker of the reasoning parser,
+        # or, where it begins a call, the reasoning.
         events = self._parsed(self._reasoning.feed_token(token_id, ""))
         return [*events, *self._tools.feed_token(token_id, text)]
 

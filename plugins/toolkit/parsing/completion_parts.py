@@ -41,11 +41,11 @@ _OF_CALLS = (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)
 class CompletionParts:
     """Reasoning, content and tool calls of one completion, as its outputs show them.
 
-    White space next to a call is no content, and where content begins it waits for the rest of it:
+    White space next to a call is not content, and where content begins it waits for the rest of it:
     a call may follow.
 
     Attributes:
-        warning: what is wrong with the output, if anything is.
+        warning: problem of the output, if there is one.
         has_calls: whether there is a complete tool call.
         end: the end of the request by the parser; None without any.
     """
@@ -54,8 +54,8 @@ class CompletionParts:
         """Start with nothing.
 
         Args:
-            delta: whether each output has only what is new.
-            parallel: whether there may be several calls; if not, those after the first complete one
+            delta: whether each output has only the new parts.
+            parallel: whether there may be several calls; if not, calls after the first complete one
                 are left out.
         """
         self._delta, self._parallel = delta, parallel
@@ -79,7 +79,7 @@ class CompletionParts:
         reasons = list(self._warnings)
         if (more := len(reasons) - _MOST_WARNINGS) > 0:
             reasons[_MOST_WARNINGS:] = [f"{more} more"]
-        if self._void:  # a stream cannot take back what it has shown
+        if self._void:  # a stream cannot take back its earlier outputs
             reasons.append(f"void are the calls begun with index {', '.join(map(str, self._void))}")
         return "; ".join(reasons)
 
@@ -88,7 +88,7 @@ class CompletionParts:
         self._warnings[reason] = None
 
     def add(self, events: Iterable[OutputEvent]) -> None:
-        """Take what the parser has found, in order."""
+        """Process the parser's events, in order."""
         for event in itertools.filterfalse(self._is_left_out, events):
             match event:
                 case ContentText(text):
@@ -116,7 +116,7 @@ class CompletionParts:
                     break
 
     def finish(self) -> None:
-        """End the completion: white space that is no part of anything is content without calls."""
+        """End the completion: white space that is not part of anything is content without calls."""
         if not self.has_calls:
             self._content += self._space
         self._space = []
@@ -136,7 +136,7 @@ class CompletionParts:
         return True
 
     def _void_call(self) -> None:
-        """Drop the open call, whose text is content; a part that was output stays so."""
+        """Drop the open call and treat its text as content; streamed parts remain."""
         self._in_call = False
         call = self._calls.pop()
         if call.shown:
@@ -145,7 +145,7 @@ class CompletionParts:
             self._num_calls -= 1
 
     def pop(self) -> tuple[str | None, str | None, list[ToolCall] | None]:
-        """Return reasoning, content and tool calls: all of them, or what is new; None if absent."""
+        """Return reasoning, content and tool calls, complete or incremental; None if absent."""
         reasoning, content = "".join(self._reasoning), "".join(self._content)
         calls = [shown for call in self._calls if (shown := self._part_of(call))]
         if self._delta:

@@ -74,7 +74,7 @@ class ParserState:
     """A state of the output.
 
     Attributes:
-        body: what its text means.
+        body: parser of its text.
         moves: the state to which each marker leads; None is the body's `next`. A marker is a text;
             where the tokenizer has it as a special token, only that token is the marker. None of
             a state begins another one of it.
@@ -97,8 +97,8 @@ class FormatParser(OutputParser):
     """An output parser that is a table of states.
 
     Attributes:
-        reasoning: name of the state of reasoning, in a parser that finds it. Its markers are those
-            that lead to it and from it.
+        reasoning: name of the state of reasoning, in a parser that finds it. Its markers are the
+            markers that lead to it and from it.
         required_tokens: the markers that have to be special tokens of the tokenizer, because
             users could write their text.
     """
@@ -110,7 +110,7 @@ class FormatParser(OutputParser):
         """Look the markers up among the tokenizer's special tokens.
 
         Raises:
-            ConfigError: the tokenizer lacks one that has to be there.
+            ConfigError: the tokenizer lacks a required token.
             ValueError: the table is wrong.
         """
         super().__init__(context)
@@ -151,8 +151,8 @@ class FormatParser(OutputParser):
         start = self.encoded(*sorted(opening))
         end = self.encoded(*self._states[self.reasoning].moves)
         calls = tuple(self._table[self.reasoning].calls)
-        own = {*itertools.chain(*start, *end), *calls}
-        boundaries = tuple(token for token in self._boundaries if token not in own)
+        used = {*itertools.chain(*start, *end), *calls}
+        boundaries = tuple(token for token in self._boundaries if token not in used)
         return ReasoningMarkers(
             start=start, end=end, calls=calls, boundaries=boundaries, blanks=self._blanks()
         )
@@ -182,14 +182,14 @@ class FormatParser(OutputParser):
         """Return a grammar's parts one after the other; special tokens in a text are so by id."""
         special = self.context.tokenizer.special_tokens
         longest_first = sorted(filter(None, special), key=len, reverse=True)
-        found = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         elements: list[Format] = []
         for part in parts:
             if not isinstance(part, str):
                 elements.append(part)
                 continue
             at = 0
-            for marker in found.finditer(part):
+            for marker in pattern.finditer(part):
                 elements += _constant(part[at : marker.start()])
                 elements.append(TokenFormat(token=special[marker.group()]))
                 at = marker.end()
@@ -206,10 +206,10 @@ class FormatParser(OutputParser):
         parallel: bool,
         separator: str = "",
     ) -> Format:
-        """Return the grammar of an answer whose calls are between two markers.
+        """Return the grammar of an answer with calls between two markers.
 
         Args:
-            begin: a marker, or a text that begins with one that only calls have.
+            begin: a marker, or a text that begins with a marker that only calls have.
             content: grammar of one tag: a call, or a list of calls.
             end: a marker; empty for none.
             required: whether there is nothing but tags.
@@ -236,7 +236,7 @@ class FormatParser(OutputParser):
 
 
 def any_tag(*formats: Format, parallel: bool) -> Format:
-    """Return the grammar of an answer whose calls are in any of the formats of `tagged`."""
+    """Return the grammar of an answer with calls in any of the formats of `tagged`."""
     texts = [format for format in formats if isinstance(format, TriggeredTagsFormat)]
     if len(texts) < len(formats):
         return OrFormat(elements=list(formats))
@@ -323,7 +323,9 @@ def _check_table(states: Mapping[str, ParserState], reasoning: str | None) -> No
             raise ValueError(f"the state {name!r}: its body {state.body.__name__} has no feed")
         for marker, to in (*state.moves.items(), *state.calls.items(), ("then", state.then)):
             if to is not None and to not in states:
-                raise ValueError(f"the state {name!r}: {marker!r} leads to {to!r}, which is none")
+                raise ValueError(
+                    f"the state {name!r}: {marker!r} leads to {to!r}, which does not exist"
+                )
         if "" in state.moves:
             raise ValueError(f"the state {name!r}: expected markers, got an empty one")
         if isclass(state.body) and issubclass(state.body, Reasoning) and reasoning is None:
@@ -384,15 +386,15 @@ class _FormatState:
 
     def _step(self, text: str, at: int, events: list[OutputEvent]) -> int:
         search = self._state.search
-        found = search(text, at) if search else None
-        end = found.start() if found else len(text)
+        match = search(text, at) if search else None
+        end = match.start() if match else len(text)
         if end > at:
             at = self._feed_body(text, at, end, events)
             if at < end:
                 return at
-        if found is None:
+        if match is None:
             return end
-        marker = found.group()
+        marker = match.group()
         if marker not in self._state.by_text:
             self._held = marker
             return len(text)
@@ -400,7 +402,7 @@ class _FormatState:
             # Only its first character is known to be no marker.
             return self._feed_body(text, at, at + 1, events)
         self._leave(self._state.by_text[marker], events, marker)
-        return found.end()
+        return match.end()
 
     def _feed_body(self, text: str, at: int, end: int, events: list[OutputEvent]) -> int:
         body, piece = self._body, text[at:end]
@@ -432,7 +434,7 @@ class _FormatState:
             self._body.open(events)
 
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
-        """Take a special token; where it is no marker, its text is as any other."""
+        """Take a special token; where it is not a marker, its text is as any other."""
         events = self._flush()
         if token_id in self._state.calls and self._output.request.tools:
             self._leave(self._state.calls[token_id], events)

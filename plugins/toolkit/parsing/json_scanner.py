@@ -76,8 +76,8 @@ class JsonText:
     """Checks one JSON value as its text comes; each character is looked at once.
 
     Attributes:
-        key: key of the member whose value comes, at `stop_depth`.
-        expected: what may come next.
+        key: key of the member before its value, at `stop_depth`.
+        expected: the next possible tokens.
     """
 
     def __init__(self, stop_depth: int = 0) -> None:
@@ -298,7 +298,7 @@ class CallOrJson:
         return [ContentText(text)] if self._is_json else self._calls.feed(text)
 
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
-        """Take a special token: one that is first begins a call."""
+        """Process a special token; as the first token it begins a call."""
         if self._is_json is None:
             self._is_json = False
         return [ContentText(text)] if self._is_json else self._calls.feed_token(token_id, text)

@@ -33,7 +33,7 @@ _IGNORED = frozenset({"id", "index", "tool_call_id", "type"})
 def arguments_in(value: str) -> str | None:
     """Return the JSON object of arguments that are written as a JSON string or null.
 
-    Null and an empty string are no arguments; None is another value.
+    Null and an empty string are not arguments; None is another value.
     """
     if value == "null":
         return "{}"
@@ -68,7 +68,7 @@ class JsonArguments(Body):
         self.output.begin_call(events)
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        """Pass on what is JSON; nothing once the call has failed."""
+        """Emit the JSON text; nothing once the call has failed."""
         if not self.output.in_call:
             return len(text)
         start, stop = 0, None
@@ -100,9 +100,9 @@ class JsonArguments(Body):
         is_empty = not (self._is_open or cut) and self.output.in_call
         if self._whole is not None or is_empty:
             value = "null" if is_empty else "".join(self._whole or ())
-            found = arguments_in(value) if self._json.is_done or is_empty else None
-            if found is not None:
-                events.append(ToolCallArguments(found))
+            arguments = arguments_in(value) if self._json.is_done or is_empty else None
+            if arguments is not None:
+                events.append(ToolCallArguments(arguments))
                 self.output.end_call(events)
             elif not cut or self._json.is_done:
                 self.output.fail_call("its arguments are no JSON object", events)
@@ -133,7 +133,7 @@ class JsonCalls(Body):
         self._next_call()
 
     def _next_call(self) -> None:
-        self._capture = ""  # what the member is that comes: name, arguments, string or nothing
+        self._capture = ""  # the next member: name, arguments, string or nothing
         self._value: list[str] = []  # of a member that is needed as a whole
         self._waiting: list[str] | None = None  # arguments that came before the name
         self._has_arguments = self._begun = False
@@ -280,7 +280,7 @@ def call_as_json(
         ValueError: the schema is not of an object.
     """
     head = f'{{"name": {quoted(tool)}, {quoted(arguments)}: '
-    given = arguments_format(tool, schema)
+    grammar = arguments_format(tool, schema)
     return SequenceFormat(
-        elements=[ConstStringFormat(value=head), given, ConstStringFormat(value="}")]
+        elements=[ConstStringFormat(value=head), grammar, ConstStringFormat(value="}")]
     )

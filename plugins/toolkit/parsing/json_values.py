@@ -21,7 +21,7 @@ __all__ = [
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return a schema, or what it refers to in the schema that it is part of.
+    """Return a schema, or the target of its reference within the root schema.
 
     A reference to something else is returned as it is; so is one with other keywords.
     """
@@ -40,13 +40,13 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _at(root: Mapping[str, Any], pointer: str, otherwise: Any) -> Any:
     """Return the value that a JSON pointer (RFC 6901) with a leading # refers to."""
-    found: Any = root
+    value: Any = root
     for part in pointer.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, Mapping) or name not in found:
+        if not isinstance(value, Mapping) or name not in value:
             return otherwise
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 _ANNOTATIONS = frozenset(
@@ -70,7 +70,7 @@ _ANNOTATIONS = frozenset(
 
 
 def restrictions(schema: Mapping[str, Any]) -> set[str]:
-    """Return the keywords of a schema that may refuse a value; the others only describe it."""
+    """Return the keywords of a schema that may reject a value; the others only describe it."""
     return {name for name in schema if name not in _ANNOTATIONS and not name.startswith("x-")}
 
 
@@ -87,13 +87,13 @@ def named_types(schema: object, root: Mapping[str, Any] | None = None) -> set[st
 
 
 def _types_of(schema: object, root: Mapping[str, Any], known: dict[int, set[str]]) -> set[str]:
-    """Return the types that a schema names; `known` are those of the schemas on the way to it."""
+    """Return the types that a schema names; `known` has the types of the enclosing schemas."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return set()
     if id(schema) in known:
         return known[id(schema)]
-    known[id(schema)] = set()  # of one that refers to itself
+    known[id(schema)] = set()  # of a schema that refers to itself
     named = schema.get("type")
     types = {named} if isinstance(named, str) else set(named or ())
     parts = [_types_of(part, root, known) for part in schema.get("allOf") or ()]
@@ -112,7 +112,7 @@ def _types_of(schema: object, root: Mapping[str, Any], known: dict[int, set[str]
 
 
 def _taken(types: set[str]) -> set[str]:
-    """Return types, and the one that another has in it: an integer is a number."""
+    """Return types and the types that they include: a number includes integers."""
     return {*types, "integer"} if "number" in types else types
 
 
@@ -139,17 +139,17 @@ def json_value(text: str, schema: object = None, root: Mapping[str, Any] | None 
         root: the schema that it is part of, in which references are looked up.
     """
     types = named_types(schema, root)
-    found = text.strip()
+    literal = text.strip()
     if "string" not in types:
-        word = _WORDS_OF_TYPES.get(found.lower()) if types else _WORDS.get(found)
-        found = word or found
-        holds = found[:1] in {"{", "["} and (not types or types & {"array", "object"})
-        if holds and not is_json(found):
-            found = literal_value(found) or found
-    if types == {"string"} or not is_json(found):
+        word = _WORDS_OF_TYPES.get(literal.lower()) if types else _WORDS.get(literal)
+        literal = word or literal
+        holds = literal[:1] in {"{", "["} and (not types or types & {"array", "object"})
+        if holds and not is_json(literal):
+            literal = literal_value(literal) or literal
+    if types == {"string"} or not is_json(literal):
         return quoted(text)
-    is_wanted = found[0] != '"' and _type_of(found) in _taken(types)
-    return quoted(text) if "string" in types and not is_wanted else found
+    is_wanted = literal[0] != '"' and _type_of(literal) in _taken(types)
+    return quoted(text) if "string" in types and not is_wanted else literal
 
 
 def quoted(text: str) -> str:

@@ -25,7 +25,7 @@ class SoughtCalls(NamedTuple):
 
     Attributes:
         tools: JSON schemas of arguments, by the name of the tool.
-        answer: form of an answer that is no call, where a grammar makes outputs one of the two.
+        answer: form of an answer that is not a call, where a grammar makes outputs one of the two.
     """
 
     tools: Mapping[str, Mapping[str, Any]]
@@ -53,19 +53,19 @@ class OutputParsers:
         self,
         tokenizer: Tokenizer,
         by_kind: Mapping[str, OutputParser],
-        own: Collection[OutputParser | OutputParsers] = (),
+        to_close: Collection[OutputParser | OutputParsers] = (),
         fallback: Callable[[], OutputParser | None] | None = None,
     ) -> None:
         """Use a parser for each kind; one of both roles may be given twice.
 
         Args:
-            own: those of them that are of one request alone, and are closed with it.
+            to_close: parsers of one request, closed with it.
             fallback: see the attribute.
 
         Raises:
             RequestError: a parser failed.
         """
-        self._tokenizer, self.by_kind, self._to_close = tokenizer, by_kind, list(own)
+        self._tokenizer, self.by_kind, self._to_close = tokenizer, by_kind, list(to_close)
         self._holders = 1
         self.fallback = fallback
         self.reasoning = by_kind.get("reasoning_parsers")
@@ -74,12 +74,12 @@ class OutputParsers:
         texts = {token: text for text, token in tokenizer.special_tokens.items()} if ids else {}
         self.special: Mapping[int, str] = {token: texts.get(token, "") for token in ids}
 
-    def with_own(self, own: Mapping[str, OutputParser]) -> OutputParsers:
+    def with_own(self, parsers: Mapping[str, OutputParser]) -> OutputParsers:
         """Return the parsers of a request that has some of its own, by kind."""
-        by_kind = {**self.by_kind, **own}
+        by_kind = {**self.by_kind, **parsers}
         if self.reasoning is self.tools and self.reasoning is not None:
-            by_kind = dict.fromkeys(by_kind, next(iter(own.values())))
-        return OutputParsers(self._tokenizer, by_kind, own.values(), self.fallback)
+            by_kind = dict.fromkeys(by_kind, next(iter(parsers.values())))
+        return OutputParsers(self._tokenizer, by_kind, parsers.values(), self.fallback)
 
     def of_any_model(self) -> OutputParsers:
         """Return the parsers of a request that a grammar makes call tools.
@@ -128,7 +128,7 @@ class OutputParsers:
 
     @property
     def content_prefix(self) -> str:
-        """The text between the end of the reasoning and that of the answer, with its markers."""
+        """The text between the end of the reasoning and the content, with its markers."""
         parser = self.reasoning or self.tools
         ids = () if parser is None else parser.markers().content_prefix
         return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
@@ -152,17 +152,17 @@ class OutputParsers:
         if self.reasoning is not None and self.reasoning is with_tools:
             both = ParserRequest(reasoning_open=is_open, tools=tools)
             return with_tools.open(both)
-        found = reasoning = tool_calls = None
+        state = reasoning = tool_calls = None
         if self.reasoning is not None:
             request = ParserRequest(roles=("reasoning",), reasoning_open=is_open, tools=tools)
-            found = reasoning = self.reasoning.open(request)
+            state = reasoning = self.reasoning.open(request)
         if with_tools is not None:
             inside = reasoning is None and with_tools.markers().is_open(prompt_token_ids)
             request = ParserRequest(roles=("tools",), reasoning_open=inside, tools=tools)
             tool_calls = with_tools.open(request)
             if sought is not None and sought.answer_is_json:
                 tool_calls = CallOrJson(tool_calls)
-            found = tool_calls
+            state = tool_calls
         if self.reasoning is None or reasoning is None or tool_calls is None:
-            return found
+            return state
         return ChainedState(self.reasoning, reasoning, tool_calls)

@@ -21,7 +21,7 @@ def call_keywords(arguments: str) -> str:
 
     Raises:
         SyntaxError: they are no Python.
-        ValueError: they are no keywords with literal values.
+        ValueError: they are not keywords with literal values.
         MemoryError: they are too complex.
         RecursionError: the same.
     """
@@ -52,15 +52,15 @@ def literal_value(text: str) -> str | None:
 def _expression(text: str) -> ast.expr:
     # An escape that Python does not know stands for itself, and would give a warning.
     known = _ESCAPE.sub(
-        lambda found: found[0] if found[1] in _KNOWN_ESCAPES else f"\\{found[0]}", text
+        lambda match: match[0] if match[1] in _KNOWN_ESCAPES else f"\\{match[0]}", text
     )
     return ast.parse(known, mode="eval").body
 
 
 def _as_json(value: object) -> str:
-    found = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    found.encode()  # half of a surrogate pair is no text
-    return found
+    encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    encoded.encode()  # half of a surrogate pair is not text
+    return encoded
 
 
 def _literal(node: ast.expr) -> object:

@@ -1,4 +1,4 @@
-"""Hashes of a package's files: those of a wheel, and those of an installed distribution."""
+"""Hashes of the files of a wheel and of an installed distribution."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wheel_files(wheel: zipfile.ZipFile) -> dict[str, str]:
         if PurePosixPath(name).suffix in (".pth", ".pyc") or ".data/" in name:
             raise ProofError(
                 f"{name}: expected no .pth file, no bytecode and no .data folder in a package with "
-                f"a proof, since they change how Python starts or what it runs"
+                f"a proof, since they change how Python starts or which code it runs"
             )
         with wheel.open(item) as file:
             files[name] = _sha256(file)
@@ -138,7 +138,7 @@ def read_metadata_file(
     """Return a file of the `dist-info` folder, None if there is none.
 
     Raises:
-        ProofError: it is no plain file, or larger than `limit` bytes.
+        ProofError: it is not a plain file, or larger than `limit` bytes.
     """
     path = info_folder(distribution) / name
     try:

@@ -56,7 +56,7 @@ class RequiredProofs:
             raise PluginLoadError(f"{source}: plugins.require_proof: {cause}; {_FIX}") from cause
 
     def _verified_files(self, name: str) -> frozenset[str]:
-        """Return the paths of a package's files, which are those of its proof."""
+        """Return the paths of a package's files after they matched its proof."""
         distribution = importlib_metadata.Distribution.from_name(name)
         proof, data = _read(distribution)
         if proof is None:

@@ -1,4 +1,4 @@
-"""The in-toto statement of a proof: encoding, and strict decoding of what may be hostile."""
+"""The in-toto statement of a proof: encoding, and strict decoding of untrusted input."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def take_finishes(
     Args:
         ends: faults and ends by request id.
         plugin: name of the plugin.
-        users: requests that use it, whose ends count.
+        users: requests that use it; their ends count.
 
     Returns:
         The faults.
@@ -54,7 +54,7 @@ def limit_tokens(result: ModelRunnerOutput, scheduler: Scheduler) -> None:
 def _num_output_tokens(result: ModelRunnerOutput, scheduler: Scheduler) -> dict[str, int]:
     """Return the number of output tokens of live requests with a limit, by id.
 
-    A request whose scheduler shows no live requests fails, if its end depends on the number.
+    If the scheduler shows no live requests, a request fails if its end depends on the number.
     """
     num_tokens: dict[str, int] = {}
     for request_id, finish in list(result.finishes.items()):

@@ -29,9 +29,7 @@ def check_states(plugin: str, cls: type[RequestStates], request: EngineCoreReque
     if resumed is None or cls.observe is RequestStates.observe or issubclass(cls, Wrapper):
         return  # the worker finds out whether a wrapped component observes
     if resumed.output_token_ids and resumed.observed_logprobs is None:
-        raise RequestError(
-            f"{_LOGPROBS}: expected that of each token, which {plugin} observes, got none"
-        )
+        raise RequestError(f"{_LOGPROBS}: expected one per output token, for {plugin}, got none")
 
 
 def check_logprobs(logprobs: list[float] | None, num_tokens: int) -> None:

@@ -111,14 +111,14 @@ def _token(index: int, token: TokenTrace) -> Iterator[str]:
     names = ["model", *map(change_name, token.changes), "model chance", "chance", "noise"]
     yield "<th>candidate</th>" + "".join(f"<th>{_safe(name)}</th>" for name in names)
     yield "</tr></thead><tbody>"
-    for one in token.candidates:
+    for candidate in token.candidates:
         cells = [
-            token_text(one.token_id, one.text),
-            *map(logit_text, [one.logit, *one.logits]),
-            *chances(token, one),
-            score_text(one),
+            token_text(candidate.token_id, candidate.text),
+            *map(logit_text, [candidate.logit, *candidate.logits]),
+            *chances(token, candidate),
+            score_text(candidate),
         ]
-        kind = ' class="chosen"' if one.token_id == token.token_id else ""
+        kind = ' class="chosen"' if candidate.token_id == token.token_id else ""
         yield f"<tr{kind}>{''.join(f'<td>{_safe(cell)}</td>' for cell in cells)}</tr>"
     yield "</tbody></table></div>"
     if token.changes:

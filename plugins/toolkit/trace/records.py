@@ -20,7 +20,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         logit: the model's.
         logits: after each of `TokenTrace.changes`.
         probability: in the end, 0 to 1.
-        noise: what the draw added to the last logit, where that is known: the candidate with the
+        noise: noise of the draw added to the last logit, if known: the candidate with the
             largest sum of all tokens is chosen.
     """
 
@@ -46,9 +46,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         phase: when it ran.
-        plugin: name of the plugin; empty for masks of steps whose makers are not known.
+        plugin: name of the plugin; empty for masks of steps with unknown makers.
         package: distribution and version that it came from.
-        num_changed: tokens whose logits it changed, removed ones included.
+        num_changed: tokens with changed logits, removed ones included.
         num_removed: tokens that it made impossible.
         num_restored: impossible tokens that it made possible.
         num_left: tokens that are possible after it.
@@ -125,14 +125,14 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         num_tokens: tokens of it that were planned; 0 if it waited.
         num_computed: its tokens that were computed before the step.
         num_cached: tokens of the prompt that the cache had, in the first step that computed any.
-        waits_for: kind of what it waited for, see `WaitingFor`.
-        reason: what it waited for, as text.
+        waits_for: kind of the reason, see `WaitingFor`.
+        reason: reason of the wait, as text.
         is_preempted: whether it had to leave the batch before this step.
         is_resumed: whether it came back to it.
         is_lost: whether the step was not executed to its end, so that it was planned again.
         drafts: drafts that the step verified.
         num_accepted: how many of them were right; None if the result is not known.
-        masks: parts whose masks forbade tokens of it, with their packages.
+        masks: parts with masks that forbade tokens of it, with their packages.
     """
 
     step: int
@@ -160,9 +160,9 @@ class CompletionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         token_ids: tokens of the output.
         finish_reason: see `CompletionOutput`.
         tokens: records of the output positions.
-        steps: what each step did with the request, in order.
+        steps: records of the request's steps, in order.
         error: why the request ended, if a plugin or the model failed.
-        notes: what the trace lacks.
+        notes: missing parts of the trace.
     """
 
     index: int
@@ -182,7 +182,7 @@ class TraceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         token_ids: the output.
         tokens: `TokenTrace` as JSON, of each output position.
         error: why the request ended, if a plugin or the model failed.
-        notes: what the record lacks.
+        notes: missing parts of the record.
     """
 
     token_ids: list[int]

@@ -63,15 +63,15 @@ def _token_lines(token: TokenTrace, width: int) -> Iterator[str]:
 def _candidate_lines(token: TokenTrace, width: int) -> Iterator[str]:
     """Yield the candidates as a table; columns that do not fit are left out and named."""
     names = ["model", *map(change_name, token.changes)]
-    columns = [[one.logit, *one.logits] for one in token.candidates]
+    columns = [[candidate.logit, *candidate.logits] for candidate in token.candidates]
     fixed = [
         [
-            ">" if one.token_id == token.token_id else "",
-            token_text(one.token_id, one.text),
-            *chances(token, one),
-            score_text(one),
+            ">" if candidate.token_id == token.token_id else "",
+            token_text(candidate.token_id, candidate.text),
+            *chances(token, candidate),
+            score_text(candidate),
         ]
-        for one in token.candidates
+        for candidate in token.candidates
     ]
     shown = list(range(len(names)))
     while True:
@@ -81,7 +81,7 @@ def _candidate_lines(token: TokenTrace, width: int) -> Iterator[str]:
         widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
         if sum(widths) + 2 * len(widths) <= width or len(shown) < 3:
             break
-        inner = shown[1:-1]  # those that changed none of the candidates go first
+        inner = shown[1:-1]  # columns that changed none of the candidates go first
         same = [at for at in inner if all(row[at] == row[at - 1] for row in columns)]
         shown.remove((same or inner)[0])
     for row in table:

@@ -63,7 +63,7 @@ def asking_for_trace(params: SamplingParams, candidates: int | None = None) -> S
         candidates: tokens to show for a position, 1 to 20; None leaves it to the engine.
     """
     if not isinstance(params, SamplingParams) or not isinstance(params.include, list):
-        return params  # the engine refuses them by name
+        return params  # the engine rejects them by name
     params = _replace(params, include=list(dict.fromkeys([*params.include, TRACE])))
     if candidates is None:
         return params
@@ -72,7 +72,7 @@ def asking_for_trace(params: SamplingParams, candidates: int | None = None) -> S
 
 
 def trace_of(output: RequestOutput, decode: Decode | None = None) -> Trace:
-    """Return the trace of a finished request whose `include` has "trace".
+    """Return the trace of a finished request that has "trace" in its `include`.
 
     Args:
         output: its last output.
@@ -106,7 +106,7 @@ def completion_trace(
     if "record" not in figures:
         why = f": {completion.error}" if completion.error else ""
         raise HardpointError(
-            f"completion {completion.index} has no trace: expected one that has finished, of a "
+            f"completion {completion.index} has no trace: expected a finished one, of a "
             f'request with include=["{TRACE}"], got finish reason {completion.finish_reason!r}{why}'
         )
     record = msgspec.json.decode(figures["record"], type=TraceRecord)
@@ -141,7 +141,10 @@ class _Texts:
         return _replace(
             token,
             text=self._of(token.token_id),
-            candidates=[_replace(one, text=self._of(one.token_id)) for one in token.candidates],
+            candidates=[
+                _replace(candidate, text=self._of(candidate.token_id))
+                for candidate in token.candidates
+            ],
             changes=[self._change(change, step) for change in token.changes],
         )
 
@@ -152,7 +155,7 @@ class _Texts:
             change = _replace(
                 change, plugin=" and ".join(names), package=", ".join(dict.fromkeys(packages))
             )
-        tokens = [_replace(one, text=self._of(one.token_id)) for one in change.tokens]
+        tokens = [_replace(token, text=self._of(token.token_id)) for token in change.tokens]
         return _replace(change, tokens=tokens)
 
     def _of(self, token_id: int | None) -> str | None:

@@ -46,7 +46,7 @@ def percent(probability: float) -> str:
 
 
 def change_name(change: Change) -> str:
-    """Return the name of what made a change."""
+    """Return the name of the source of a change."""
     return change.plugin or "mask"
 
 
@@ -68,8 +68,9 @@ def change_text(change: Change) -> str:
 def moves_text(change: Change, count: int = 3) -> list[str]:
     """Return the most changed tokens of a change, with their logits before and after."""
     return [
-        f"{token_text(one.token_id, one.text)} {logit_text(one.before)} → {logit_text(one.after)}"
-        for one in change.tokens[:count]
+        f"{token_text(token.token_id, token.text)} "
+        f"{logit_text(token.before)} → {logit_text(token.after)}"
+        for token in change.tokens[:count]
     ]
 
 
@@ -81,7 +82,7 @@ def draw_text(token: TokenTrace) -> str:
         return ""
     if token.draw.greedy:
         return f"{token.draw.sampler} took the likeliest"
-    known = any(one.noise is not None for one in token.candidates)
+    known = any(candidate.noise is not None for candidate in token.candidates)
     how = "the largest sum of logit and noise" if known else "by a noise that is not known"
     return f"{token.draw.sampler} drew with seed {token.draw.seed}: {how}"
 

@@ -1,7 +1,7 @@
-"""Calls of workers as bytes, for executors whose workers are in other processes or machines.
+"""Serialized calls of workers, for executors with workers in other processes or machines.
 
-The executor sends what `encode_call` returns, a `WorkerServer` in the worker's process runs it, and
-`decode_result` returns or raises in the executor what the worker returned or raised.
+The executor sends the result of `encode_call`, a `WorkerServer` in the worker's process runs it,
+and `decode_result` returns the worker's result, or raises its exception, in the executor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 _ARRAY = 1
 """Extension of msgpack for arrays: dtype, shape and bytes."""
 _EXECUTE, _SAMPLE = "execute_model", "sample_tokens"
-_MAX_PLANS = 16  # whose sampling has not come
+_MAX_PLANS = 16  # plans without their sampling call
 
 
 class _Call(msgspec.Struct, array_like=True, frozen=True):
@@ -89,7 +89,7 @@ class WorkerServer:
         self._plans: OrderedDict[int, SchedulerOutput] = OrderedDict()
 
     def run(self, call: bytes | memoryview) -> bytes:
-        """Run a call; return its result or what it raised, for `decode_result`."""
+        """Run a call; return its result or its exception, for `decode_result`."""
         method, args = "the call", cast(Sequence[Any], ())
         try:
             decoded = _decode(call, _CALLS, method)
@@ -114,16 +114,16 @@ class WorkerServer:
             if sampling.draft_token_ids:
                 plan = msgspec.structs.replace(plan, draft_token_ids=sampling.draft_token_ids)
             return (plan, sampling.bitmask)
-        found: Sequence[Any] = _decode(args, _arguments_of(method), method)
+        arguments: Sequence[Any] = _decode(args, _arguments_of(method), method)
         if method == _EXECUTE:
-            self._plans[found[0].step] = found[0]
+            self._plans[arguments[0].step] = arguments[0]
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
-        return found
+        return arguments
 
 
 def encode_failure(error: BaseException) -> bytes:
-    """Return an error as `WorkerServer.run` returns one that its worker raised."""
+    """Return an error in the format of `WorkerServer.run` for an exception of its worker."""
     formatted = "".join(traceback.format_exception(error))[-16_000:]
     failure = _Failure(
         [f"{cls.__module__}:{cls.__qualname__}" for cls in type(error).__mro__],
@@ -135,7 +135,7 @@ def encode_failure(error: BaseException) -> bytes:
 
 
 def has_failed(result: bytes | memoryview) -> bool:
-    """Return whether the worker raised, of what `WorkerServer.run` returned."""
+    """Return whether a result of `WorkerServer.run` is an exception of the worker."""
     return msgspec.msgpack.decode(result, type=_Result).failure is not None
 
 
@@ -145,10 +145,10 @@ def decode_result(method: str, result: bytes | memoryview, where: str) -> Any:
     Args:
         method: the method that was called.
         result: from `WorkerServer.run`.
-        where: names the worker in a note of what it raised: `rank 1` for example.
+        where: names the worker in a note of its exception: `rank 1` for example.
 
     Raises:
-        Exception: what the worker raised: an error of Hardpoint or of Python as such, another one
+        Exception: the worker's exception: an error of Hardpoint or of Python as such, another one
             as a HardpointError that names its class.
     """
     decoded = _decode(result, _RESULTS, method)
@@ -164,7 +164,7 @@ def decode_result(method: str, result: bytes | memoryview, where: str) -> Any:
 
 def _text(error: BaseException) -> str:
     if isinstance(error, KeyError) and len(error.args) == 1:
-        return str(error.args[0])  # whose own text is its repr
+        return str(error.args[0])  # its own text is its repr
     return str(error)
 
 

@@ -1,7 +1,7 @@
 """One result of the calls of all ranks, for executors that call several workers.
 
 An executor has a future per rank and call; these functions wait for them, choose the error that
-counts, and join what ranks report. Ranks wait for each other inside of most calls, so that one
+counts, and join the reports of ranks. Ranks wait for each other inside of most calls, so that one
 error leads to others.
 """
 
@@ -61,7 +61,8 @@ def is_joint(method: str) -> bool:
 def results_of(futures: Sequence[Future[Any]], timeout: float | None = None) -> list[Any]:
     """Return the results of all ranks, or raise at once the first error of any.
 
-    A CommunicationAbortedError follows from what another rank raises, which is waited for a moment.
+    A CommunicationAbortedError follows from another rank's exception, which is awaited for a
+    moment.
 
     Args:
         futures: futures of one call, in rank order.
@@ -80,9 +81,9 @@ def results_of(futures: Sequence[Future[Any]], timeout: float | None = None) -> 
 
 
 def failed_rank(futures: Sequence[Future[Any]]) -> int | None:
-    """Return the rank whose error is that of a call, None if no rank has failed so far.
+    """Return the rank that caused the failure of a call; None if no rank has failed so far.
 
-    Where ranks have only raised CommunicationAbortedError, it waits a moment for the one that
+    If ranks have only raised CommunicationAbortedError, it waits a moment for the rank that
     failed by itself.
 
     Args:
@@ -109,8 +110,8 @@ def are_out_of_step(method: str, futures: Sequence[Future[Any]]) -> bool:
     """Return whether a call has left ranks out of step: some failed it, and not all alike.
 
     Such ranks are lost, since others wait for them, or are ahead of them. An error that all ranks
-    raise leaves them in step, as do those of methods in which no rank waits for another. Once a
-    rank has failed, it waits a moment for the others.
+    raise leaves them in step, and so do errors of methods in which no rank waits for another. Once
+    a rank has failed, it waits a moment for the others.
 
     Args:
         method: the method of `Worker` that was called.
@@ -128,11 +129,11 @@ def are_out_of_step(method: str, futures: Sequence[Future[Any]]) -> bool:
 def join_outputs(
     outputs: Sequence[ModelRunnerOutput | None], output_rank: int
 ) -> ModelRunnerOutput | None:
-    """Return the result of a step: that of the output rank, with what other ranks report.
+    """Return the result of a step: the output rank's, with the reports of other ranks.
 
     Args:
-        outputs: what `execute_model` or `sample_tokens` returned in each rank.
-        output_rank: the one that samples.
+        outputs: result of `execute_model` or `sample_tokens` in each rank.
+        output_rank: the rank that samples.
     """
     output = outputs[output_rank]
     if output is not None:
@@ -146,12 +147,13 @@ def join_outputs(
 def first_error_or(futures: Sequence[Future[Any]], output_rank: int) -> Future[Any]:
     """Return a step's result once all ranks are done, or at once the first error of any.
 
-    A CommunicationAbortedError follows from what another rank raises, which is waited for a moment.
+    A CommunicationAbortedError follows from another rank's exception, which is awaited for a
+    moment.
 
     Args:
-        futures: futures of one call, in rank order. Other ranks may wait for one that failed, so
-                that theirs end only with `Worker.abort` or `Worker.close`.
-        output_rank: whose result counts, see `join_outputs`.
+        futures: futures of one call, in rank order. Other ranks may wait for a failed one, so
+                that their futures end only with `Worker.abort` or `Worker.close`.
+        output_rank: the rank with the result, see `join_outputs`.
     """
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()

@@ -17,7 +17,7 @@ __all__ = ["LoadedSequences", "main_sequences"]
 
 
 class SequencesModel(Protocol):
-    """A loaded model whose layers all have attention."""
+    """A loaded model with attention in all layers."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states, as `Model.forward`."""
@@ -109,9 +109,9 @@ class LoadedSequences:
         elif name in self._lengths:
             self._lengths[name] = min(length, self._lengths[name])
         held = self._blocks.get(name, [])
-        kept = -(-max(length, 0) // self._block_size)
-        self._free += held[kept:][::-1]
-        del held[kept:]
+        num_kept = -(-max(length, 0) // self._block_size)
+        self._free += held[num_kept:][::-1]
+        del held[num_kept:]
         if not held:
             self._blocks.pop(name, None)
 
@@ -160,7 +160,7 @@ class LoadedSequences:
         """Return the inputs of a step.
 
         Args:
-            names: sequences, those with one token first.
+            names: sequences, with single tokens first.
             token_ids: new tokens of each.
             starts: first token of each sequence, and the number of all tokens.
             lens: length of each sequence, the new tokens included.
@@ -172,9 +172,9 @@ class LoadedSequences:
         for row, (name, (start, end)) in enumerate(zip(names, pairwise(starts), strict=True)):
             held = np.asarray(self._blocks[name], dtype=np.int64)
             table[row, : len(held)] = held[: table.shape[1]]  # more of them may be reserved
-            own = np.arange(lens[row] - (end - start), lens[row])
-            positions[start:end] = own
-            slots[start:end] = held[own // size] * size + own % size
+            new_positions = np.arange(lens[row] - (end - start), lens[row])
+            positions[start:end] = new_positions
+            slots[start:end] = held[new_positions // size] * size + new_positions % size
         ids = [token for name in names for token in token_ids[name]]
         step = AttentionStep(
             query_starts=starts,

@@ -1,4 +1,4 @@
-"""The adapter resolvers, asked in order; what fails, or takes too long, names the resolver."""
+"""The adapter resolvers, called in order; errors and timeouts name the resolver."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hardpoint.plugins import AdapterResolver, AdapterResolverContext, LoRAReque
 from hardpoint.plugins.component import Source
 
 KIND = "adapter_resolvers"
-_THREADS = 4  # of their own: one that hangs must not keep others from tokenising
+_THREADS = 4  # of their own: one that hangs must not keep others from tokenizing
 
 
 def guarded_resolver(resolver: AdapterResolver, source: Source) -> AdapterResolver:
-    """Return a resolver whose faults name it."""
+    """Return a resolver with faults that name it."""
     return guard(resolver, KIND, calls=PluginCalls(UNWATCHED, KIND, source))
 
 
@@ -58,7 +58,7 @@ class AdapterResolvers(Companion):
         for resolver, source in self._open():
             waiting = asyncio.wrap_future(self._ask(resolver, name))
             try:
-                found = await asyncio.wait_for(waiting, self._seconds)
+                adapter = await asyncio.wait_for(waiting, self._seconds)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
@@ -66,21 +66,21 @@ class AdapterResolvers(Companion):
                 raise _closed() from None
             except TimeoutError:
                 raise self._late(source) from None
-            if found is not None:
-                return found
+            if adapter is not None:
+                return adapter
         return None
 
     def wait_for(self, name: str) -> Path | LoRARequest | None:
-        """Do what `resolve` does, and wait in the calling thread."""
+        """Resolve a name as `resolve`, and wait in the calling thread."""
         for resolver, source in self._open():
             try:
-                found = self._ask(resolver, name).result(self._seconds)
+                adapter = self._ask(resolver, name).result(self._seconds)
             except CancelledError:
                 raise _closed() from None
             except TimeoutError:
                 raise self._late(source) from None
-            if found is not None:
-                return found
+            if adapter is not None:
+                return adapter
         return None
 
     def _open(self) -> Sequence[tuple[AdapterResolver, Source]]:
@@ -100,7 +100,7 @@ class AdapterResolvers(Companion):
         )
 
     def close(self) -> None:
-        """Close all of them; does not wait for one that hangs.
+        """Close all of them; do not wait for a hanging one.
 
         Raises:
             PluginFaultError: one failed; all were closed.

@@ -69,7 +69,7 @@ class AdapterGroup:
                 `content_hash`, its files have to have that one.
             tensors: the adapter itself, without a folder, as PEFT's `get_peft_model_state_dict`
                 returns it; copied to shared memory, where it stays as long as it is needed.
-            config: with `tensors`, what `adapter_config.json` would have.
+            config: with `tensors`, the content of `adapter_config.json`.
 
         Raises:
             RequestError: the number is another adapter's, or `adapters.max_loras` is 0; or there
@@ -130,14 +130,14 @@ class AdapterGroup:
 
 
 def with_adapters(adapters: AdapterGroup, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return options of requests, of which adapters have the hashes of their contents.
+    """Return options of requests with the content hashes of their adapters.
 
-    Those that are not loaded are loaded.
+    Adapters that are not loaded are loaded.
 
     Raises:
         RequestError, ModelError: one is unknown, or cannot be loaded.
     """
-    given, listed = _adapters_in(options)
+    loras, listed = _adapters_in(options)
     if not listed:
         return options
     _check_on(adapters._engine, _OPTION)
@@ -146,7 +146,7 @@ def with_adapters(adapters: AdapterGroup, options: Mapping[str, Any]) -> Mapping
         if content is None:
             added = adapters.add(msgspec.convert(listed[index], LoRARequest))
             contents[index] = added.content_hash
-    return _resolved(options, given, listed, contents)
+    return _resolved(options, loras, listed, contents)
 
 
 class AsyncAdapterGroup:
@@ -164,8 +164,8 @@ class AsyncAdapterGroup:
     ) -> LoRARequest:
         """Load an adapter, as `LLM.adapters.add` does."""
         _check_on(self._engine, "lora")
-        given = lora, tensors, config
-        arguments = await asyncio.to_thread(_load_arguments, self._folders, *given)
+        content = lora, tensors, config
+        arguments = await asyncio.to_thread(_load_arguments, self._folders, *content)
         with _until_loaded(self._folders, arguments):
             ticket = await self._call("load", arguments)
             for pause in pauses():
@@ -203,7 +203,7 @@ async def with_adapters_async(
     adapters: AsyncAdapterGroup, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return options with the contents of their adapters, as `with_adapters` does."""
-    given, listed = _adapters_in(options)
+    loras, listed = _adapters_in(options)
     if not listed:
         return options
     _check_on(adapters._engine, _OPTION)
@@ -212,7 +212,7 @@ async def with_adapters_async(
         if content is None:
             added = await adapters.add(msgspec.convert(listed[index], LoRARequest))
             contents[index] = added.content_hash
-    return _resolved(options, given, listed, contents)
+    return _resolved(options, loras, listed, contents)
 
 
 def _has_adapters(engine: LLMEngine | AsyncEngine) -> bool:
@@ -270,7 +270,7 @@ def _encoded(config: Any) -> bytes:
     """Return the configuration of an adapter as JSON, equal ones as equal bytes.
 
     Raises:
-        RequestError: it is of another type, or has what JSON cannot hold.
+        RequestError: it is of another type, or has values that JSON cannot hold.
     """
     expected = "config: expected the fields of adapter_config.json by their names"
     if not isinstance(config, Mapping):
@@ -309,8 +309,8 @@ def _number(lora_id: Any) -> dict[str, Any]:
 
 
 def _adapters_in(options: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    given = options.get(_OPTION)
-    loras: list[Any] = list(given or ()) if is_list(given) else [given]
+    value = options.get(_OPTION)
+    loras: list[Any] = list(value or ()) if is_list(value) else [value]
     listed: list[dict[str, Any]] = []
     for lora in loras:
         if lora is not None and (plain := _unscaled(_plain(lora, _OPTION))) not in listed:
@@ -320,7 +320,7 @@ def _adapters_in(options: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, 
 
 def _resolved(
     options: Mapping[str, Any],
-    given: list[Any],
+    requested: list[Any],
     listed: list[dict[str, Any]],
     contents: Sequence[str],
 ) -> Mapping[str, Any]:
@@ -331,5 +331,5 @@ def _resolved(
         content = contents[listed.index(_unscaled(msgspec.structs.asdict(placed)))]
         return msgspec.structs.replace(placed, content_hash=content)
 
-    loras = list(map(resolved, given))
+    loras = list(map(resolved, requested))
     return {**options, _OPTION: loras if is_list(options[_OPTION]) else loras[0]}

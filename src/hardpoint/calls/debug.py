@@ -37,7 +37,7 @@ class DebugGroup(SyncCaller):
     ) -> Trace:
         """Complete one prompt; return how each token of its completions was chosen.
 
-        The tokens are those of `generate`, which takes the same arguments.
+        It takes the arguments of `generate`, and gives the same tokens.
 
         Args:
             prompt, sampling_params: as for `generate`.
@@ -94,8 +94,10 @@ class AsyncDebugGroup(AsyncCaller):
         return await self._engine.call_utility(method, *args)
 
 
-def _params(engine: LLMEngine | AsyncEngine, given: SamplingParams | None) -> SamplingParams:
-    params = engine.default_sampling_params() if given is None else given
+def _params(
+    engine: LLMEngine | AsyncEngine, sampling_params: SamplingParams | None
+) -> SamplingParams:
+    params = engine.default_sampling_params() if sampling_params is None else sampling_params
     check_generates(params)
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params: expected SamplingParams, got {shown(params)}")

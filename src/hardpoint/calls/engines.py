@@ -55,14 +55,14 @@ Restart = Literal["never", "on_failure"]
 
 @runtime_checkable
 class _HasLoad(Protocol):
-    """A client of several engines, which knows what each has to do."""
+    """A client of several engines that records the load of each."""
 
     def load(self) -> LoadReport: ...
 
 
 @runtime_checkable
 class _Scalable(Protocol):
-    """A client of engines whose number may change."""
+    """A client of a changing number of engines."""
 
     def scale(self, num_engines: int, drain_s: float) -> EngineSet: ...
 
@@ -71,7 +71,7 @@ class _Scalable(Protocol):
 
 @runtime_checkable
 class _MayBeJoined(Protocol):
-    """A client of engines of which some may join."""
+    """A client of engines that remote engines may join."""
 
     join_address: str | None
 
@@ -87,7 +87,7 @@ def builder_of(
 ) -> tuple[EngineConfig, Callable[..., LLMEngine]]:
     """Return the configuration of an engine, or of several, and the function that builds it.
 
-    An engine in this process needs no module of those that run engines elsewhere.
+    An engine in this process needs no module for engines elsewhere.
 
     Raises:
         ConfigError: as `engines_of`.
@@ -116,7 +116,7 @@ def _start_worker(*arguments: Any) -> WorkerProcess:
 def engines_of(
     config: EngineConfig, config_sources: ConfigSources
 ) -> tuple[EngineConfig, OpenRemoteClient]:
-    """Return the configuration of engines in processes of their own, and what opens their client.
+    """Return the configuration of engines in processes of their own, and their client's opener.
 
     With a journal, that starts engines which record.
 
@@ -424,7 +424,7 @@ def _scale(client: EngineCoreClient, num_engines: int, drain_s: float) -> Engine
     if isinstance(client, _Scalable):
         return client.scale(num_engines, drain_s)
     raise HardpointError(
-        f"scale: expected 1, for the engine was started alone, got {num_engines}; with "
+        f"scale: expected 1, because the engine was started alone, got {num_engines}; with "
         'parallel.data > 1 or engine.restart = "on_failure", the number may change'
     )
 
@@ -447,9 +447,9 @@ def _report_of_one(
 ) -> LoadReport:
     """Return the load of an engine that was started alone, by its own answers."""
     waiting = sum(
-        max(one.num_prompt_tokens - one.num_computed_tokens, 0)
-        for one in live
-        if not one.num_output_tokens
+        max(request.num_prompt_tokens - request.num_computed_tokens, 0)
+        for request in live
+        if not request.num_output_tokens
     )
     engine = EngineStatus(
         rank=0,

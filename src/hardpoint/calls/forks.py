@@ -19,7 +19,7 @@ __all__ = ["OpenRequests"]
 
 
 class OpenRequests:
-    """The requests whose streams are open, by the user's id; each may be forked."""
+    """The requests with open streams, by the user's id; each may be forked."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -32,7 +32,7 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def opened(self, params: object, request_id: str, request: EngineCoreRequest) -> Iterator[None]:
-        """Let a request be forked while its stream, or that of a fork, is open.
+        """Let a request be forked while its stream, or a fork's stream, is open.
 
         Args:
             params: its parameters as they were given.

@@ -58,14 +58,14 @@ class AsyncGroups:
 def open_engine(
     config: EngineConfig,
     config_sources: ConfigSources,
-    handed: Sequence[InstalledPlugin],
+    passed_plugins: Sequence[InstalledPlugin],
     *,
     draws: bool,
 ) -> LLMEngine:
     """Load the model of an LLM.
 
     Args:
-        handed: plugins that the program gives.
+        passed_plugins: plugins that the program gives.
         draws: whether progress is shown.
     """
     config, build = builder_of(config, config_sources)
@@ -74,7 +74,7 @@ def open_engine(
             config,
             config_sources,
             progress=display.report,
-            handed=handed,
+            handed=passed_plugins,
             companions=COMPANIONS,
         )
 

@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 
 def guarded_processor(processor: IOProcessor, source: Source) -> IOProcessor:
-    """Return an IO processor whose faults name it."""
+    """Return an IO processor with faults that name it."""
     return guard(processor, KIND, calls=PluginCalls(UNWATCHED, KIND, source))
 
 
 @dataclass(frozen=True)
 class ProcessorCall:
-    """A call of an IO processor whose prompts are known.
+    """A call of an IO processor with known prompts.
 
     Attributes:
         number: id of the call, for the counts of faults.
@@ -110,10 +110,10 @@ class OpenIOProcessor:
         *,
         as_json: bool = False,
     ) -> Any:
-        """Return the output of a call, given those of its prompts.
+        """Return the output of a call from the outputs of its prompts.
 
         Args:
-            as_json: return what is sent over HTTP, encoded.
+            as_json: return the encoded body for HTTP.
 
         Raises:
             PluginFaultError: it failed.
@@ -179,9 +179,9 @@ class IOProcessors(Companion):
         known = sorted(self._by_name)
         if name is None and len(known) == 1:
             name = known[0]
-        if isinstance(name, str) and (found := self._by_name.get(name)) is not None:
-            return found
-        expected = "expected none, for no IO processor is enabled (plugins.enable)"
+        if isinstance(name, str) and (processor := self._by_name.get(name)) is not None:
+            return processor
+        expected = "expected none, because no IO processor is enabled (plugins.enable)"
         if known:
             expected = f"expected one of {', '.join(known)}"
         elif name is None:
@@ -196,7 +196,7 @@ class IOProcessors(Companion):
         return {name: processor.schema for name, processor in self._by_name.items()}
 
     def report_to(self, health: PluginHealth) -> None:
-        """Count the faults of the processors, and refuse those that are quarantined."""
+        """Count the faults of the processors, and reject quarantined ones."""
         for processor in self._by_name.values():
             processor.report_to(health)
 
@@ -227,9 +227,9 @@ def open_io_processors(opening: Opening) -> IOProcessors:
         for entry in plugins.entries(KIND):
             tokenizers: list[Tokenizer] = []
 
-            def tokenizer(own: list[Tokenizer] = tokenizers) -> Tokenizer:
-                own.append(opening.new_tokenizer())
-                return own[-1]
+            def tokenizer(held: list[Tokenizer] = tokenizers) -> Tokenizer:
+                held.append(opening.new_tokenizer())
+                return held[-1]
 
             try:
                 made = plugins.create(entry, IOProcessorContext, tokenizer=tokenizer, **fields)

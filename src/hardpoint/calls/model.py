@@ -32,18 +32,24 @@ class ShownModel:
         return f"{name}({config.model!r}, max_model_len={config.max_model_len})"
 
 
-def chat_params(given: Any, default: SamplingParams) -> Any:
+def chat_params(sampling_params: Any, default: SamplingParams) -> Any:
     """Return the sampling parameters of conversations, one or a list; see `for_chat`.
 
     Args:
-        given: as the caller gave them; None is the default.
+        sampling_params: as the caller gave them; None is the default.
         default: `default_sampling_params` of the model.
     """
-    if given is None:
+    if sampling_params is None:
         return default.for_chat()
-    if is_list(given):
-        return [chat_params(params, default) for params in copied(given, "sampling_params")]
-    return given.for_chat() if isinstance(given, SamplingParams) else given
+    if is_list(sampling_params):
+        return [
+            chat_params(params, default) for params in copied(sampling_params, "sampling_params")
+        ]
+    return (
+        sampling_params.for_chat()
+        if isinstance(sampling_params, SamplingParams)
+        else sampling_params
+    )
 
 
 class ModelGroup:
@@ -74,7 +80,7 @@ class ModelGroup:
 
         Args:
             messages: as for `chat`.
-            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
+            options: `ChatOptions`; `parallel_tool_calls` changes nothing.
 
         Raises:
             RequestError: the model has no chat template, or it rejects the messages.
@@ -112,7 +118,7 @@ class AsyncModelGroup:
 
         Args:
             messages: as for `chat`.
-            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
+            options: `ChatOptions`; `parallel_tool_calls` changes nothing.
 
         Raises:
             RequestError: the model has no chat template, or it rejects the messages.

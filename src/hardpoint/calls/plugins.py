@@ -137,7 +137,7 @@ class PluginGroup(SyncCaller):
 
         Args:
             data: the input, which the processor checks; any object that it takes.
-            io_processor: its name; None is the only one that is enabled.
+            io_processor: its name; None is the only enabled one.
             as_json: return the bytes that it sends over HTTP.
             options: `RequestOptions`, of each request to the model.
 
@@ -281,13 +281,13 @@ def _argument_schemas(plugins: PluginSet) -> dict[str, dict[str, Any]]:
     Components that are used only when something names them are left out. Of two that have one
     name, the keys are `kind/name`.
     """
-    found: dict[tuple[str, str], type[ComponentWithArguments]] = {
+    classes: dict[tuple[str, str], type[ComponentWithArguments]] = {
         (entry.kind, entry.name): plugins.target(entry)
         for kind in KINDS.values()
         if kind.takes_arguments and kind.number is not Number.BY_NAME
         for entry in plugins.entries(kind.name)
     }
-    taking = {key: cls for key, cls in found.items() if takes_arguments(cls)}
+    taking = {key: cls for key, cls in classes.items() if takes_arguments(cls)}
     count = Counter(name for _, name in taking)
     return {
         name if count[name] == 1 else f"{kind}/{name}": json_schema(cls.Arguments)

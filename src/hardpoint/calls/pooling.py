@@ -31,7 +31,7 @@ __all__ = [
 def prefixed_prompts(
     prompts: Any, name: str | None, model: ModelGroup, plugins: PluginGroup
 ) -> list[Any]:
-    """Return prompts with the model's text before those that are texts.
+    """Return prompts, with the model's prefix before each text.
 
     Args:
         name: name of the text; None is the default one of the model's folder.
@@ -43,7 +43,7 @@ def prefixed_prompts(
     if not {"embed", "score"}.intersection(model.supported_tasks):
         return listed  # the call itself raises the error
     prefix = plugins.call_part("pooling", "prompt", {"name": name})
-    return [prefix + one if prefix and isinstance(one, str) else one for one in listed]
+    return [prefix + prompt if prefix and isinstance(prompt, str) else prompt for prompt in listed]
 
 
 def with_task(task: Any, params: Any) -> Any:
@@ -54,10 +54,10 @@ def with_task(task: Any, params: Any) -> Any:
     """
     if params is None:
         return PoolingParams(task=task)
-    for one in copied(params, "pooling_params") if is_list(params) else [params]:
-        if isinstance(one, PoolingParams) and one.task != task:
+    for item in copied(params, "pooling_params") if is_list(params) else [params]:
+        if isinstance(item, PoolingParams) and item.task != task:
             raise RequestError(
-                f'pooling_params.task: expected "{task}" in this call, got {shown(one.task)}'
+                f'pooling_params.task: expected "{task}" in this call, got {shown(item.task)}'
             )
     return params
 

@@ -119,12 +119,12 @@ class SyncRequests:
         default = self._engine.default_sampling_params()
 
         def request(prompt: Prompt, params: SamplingParams | None) -> Request:
-            own = with_output_kind(params or default, RequestOutputKind.FINAL_ONLY)
-            return self.images.prompt(prompt), own, RequestExtras()
+            final_params = with_output_kind(params or default, RequestOutputKind.FINAL_ONLY)
+            return self.images.prompt(prompt), final_params, RequestExtras()
 
         window = 2 * self._engine.parts.config.scheduler.max_num_seqs
-        given = (request(prompt, params) for prompt, params in requests)
-        return UnorderedCall(self.calls, given, window).outputs()
+        prepared = (request(prompt, params) for prompt, params in requests)
+        return UnorderedCall(self.calls, prepared, window).outputs()
 
     def pool(
         self, prompts: Sequence[Any], params: Any, options: Mapping[str, Any]
@@ -151,8 +151,8 @@ class SyncRequests:
         """Run the prompts of an IO processor; return their whole outputs in order.
 
         Args:
-            name: what messages call the list of prompts.
-            place: what they call one of them.
+            name: name of the list of prompts in messages.
+            place: name of one of them in messages.
         """
         extras = make_extras(**with_adapters(self._adapters, options))
         requests = [(prompt, _whole(params), extras) for prompt, params in prompts]
@@ -197,7 +197,7 @@ class SyncRequests:
 
 
 class UnorderedCall:
-    """Prompts of any number, of which as many are open as the engine has room for."""
+    """Any number of prompts; as many are open as the engine has room for."""
 
     def __init__(self, calls: OpenCalls, requests: Iterable[Request], window: int) -> None:
         """`window`: requests that are open at the same time."""
@@ -230,7 +230,7 @@ class UnorderedCall:
             self._calls.drop(list(self._live))
 
     def _fill(self) -> Iterator[tuple[int, RequestError]]:
-        """Add requests while there is room; yield those that are refused."""
+        """Add requests while there is room; yield rejected ones."""
         while len(self._live) < self._window:
             entry = self._held.popleft() if self._held else next(self._source, None)
             if entry is None:
@@ -256,7 +256,7 @@ class AsyncRequests:
 
     Attributes:
         images: reads the images of prompts in threads.
-        open: requests whose streams are open, which may be forked.
+        open: requests with open streams, which may be forked.
     """
 
     def __init__(self, engine: AsyncEngine, adapters: AsyncAdapterGroup) -> None:
@@ -327,7 +327,7 @@ class AsyncRequests:
         """Pool the prompts of one call in one message; return their outputs in order.
 
         Args:
-            names: what errors call the prompts; None is `prompts[0]` and so on.
+            names: names of the prompts in errors; None is `prompts[0]` and so on.
 
         Raises:
             RequestError: a prompt is wrong, by its name; or the number of names is.
@@ -352,7 +352,7 @@ class AsyncRequests:
         """Run the prompts of an IO processor; return their whole outputs in order.
 
         Args:
-            place: what messages call a prompt.
+            place: name of a prompt in messages.
         """
         extras = make_extras(**await with_adapters_async(self._adapters, options))
         tasks = [

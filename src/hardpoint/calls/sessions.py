@@ -1,4 +1,4 @@
-"""Sessions of LLM and AsyncLLM: conversations whose blocks are retained."""
+"""Sessions of LLM and AsyncLLM: conversations with retained blocks."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class RequestForks:
             params: its parameters as they were given, with arguments that no plugin has prepared.
             clock: seconds.
         """
-        given = params.plugin_args if isinstance(params, SamplingParams) else {}
-        self._plugin_args = copy.deepcopy(given)
+        plugin_args = params.plugin_args if isinstance(params, SamplingParams) else {}
+        self._plugin_args = copy.deepcopy(plugin_args)
         self._request, self._clock, self._since = request, clock, clock()
         self._indices = itertools.count(request.params.n)
 
@@ -111,7 +111,7 @@ class OutputStream(Iterator[RequestOutput]):
         the source has computed. Closing either stream ends its own request alone.
 
         Args:
-            token_ids: all output tokens before those to come. May be empty.
+            token_ids: all output tokens before the new ones. May be empty.
 
         Raises:
             RequestError: tokens are wrong, or end the request; a logits processor cannot go on
@@ -139,7 +139,7 @@ def open_stream(
 
     Args:
         calls: the open calls of an LLM.
-        family: what it is a fork of; None begins one.
+        family: source of the fork; None begins a family.
 
     Raises:
         RequestError, OverloadedError: it is wrong, or too many wait.

@@ -77,7 +77,7 @@ class WeightUpdateGroup:
                 until the next update; or tensors by their names in the checkpoint, which are copied
                 to shared memory. Weights that are not among them stay as they are.
             version: name of the version; None is the number after the current one.
-            mode: what happens to requests in flight, as for `engines.pause`.
+            mode: treatment of requests in flight, as for `engines.pause`.
             recompute: whether those that are kept compute their keys and values again. If not, they
                 go on with those of earlier weights, which `CompletionOutput.weight_runs` shows.
 
@@ -177,7 +177,7 @@ def _arguments(
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await what must not be left half-way; a task that is cancelled ends once it is done."""
+    """Await work that must not be interrupted; a canceled task ends once it is done."""
     task, cancelled = asyncio.ensure_future(work), None
     while not task.done():
         try:
@@ -191,7 +191,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 @contextlib.contextmanager
 def _starting_with(load: LoadConfig, engine: LLMEngine | AsyncEngine) -> Iterator[None]:
-    """Let engines that start from now on have new weights; after an error those before."""
+    """Let engines that start from now on have new weights; after an error the earlier ones."""
     before = engine.parts.config.load
     engine.set_load(load)
     try:
@@ -202,9 +202,9 @@ def _starting_with(load: LoadConfig, engine: LLMEngine | AsyncEngine) -> Iterato
 
 
 class WeightFiles:
-    """The files of an engine's later weights; those of tensors are in shared memory, if they can.
+    """The files of an engine's later weights; files of tensors are in shared memory, if possible.
 
-    Those are removed with this object, if not before.
+    The files are removed with this object, if not before.
 
     Attributes:
         lock: held during an update by a program that waits for it.
@@ -217,7 +217,7 @@ class WeightFiles:
     def after(self, config: EngineConfig, weights: Weights, version: str | None) -> LoadConfig:
         """Return how weights are read after an update; tensors are written to a file.
 
-        Earlier files of which later ones have all tensors are left out.
+        Earlier files are left out if later ones have all of their tensors.
 
         Args:
             config: configuration of the engine.
@@ -389,8 +389,8 @@ def _remove_abandoned(place: Path, prefix: str) -> None:
     """Remove the folders of programs of this user that are gone, and so lock them no more."""
     for folder in place.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it is in use, or gone
-            found = folder.lstat()
-            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _ABANDONED_S:
+            status = folder.lstat()
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _ABANDONED_S:
                 _remove(folder, _locked(folder))
 
 

@@ -14,7 +14,7 @@ _ROLES = ["system", "developer", "user", "assistant", "tool"]
 
 
 def with_role(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a message whose role is one that the server takes.
+    """Return a message with a role that the server takes.
 
     A role that is not a string is left to the tokenizer.
 

@@ -29,7 +29,7 @@ class Catalog:
     def __init__(
         self, plugins: PluginSet, config: EngineConfig, config_sources: ConfigSources
     ) -> None:
-        """`plugins` is what the configuration resolves to."""
+        """`plugins` is the resolved plugin set of the configuration."""
         self._plugins = plugins
         self._config = config
         self._config_sources = config_sources
@@ -48,13 +48,13 @@ class Catalog:
         enabled += [wrapped[key] for key in wrapped.keys() - {entry.key for entry in ordered}]
         others = [
             _info(
-                found.kind,
-                Source(found.name, found.value, found.distribution, found.version, "default"),
+                plugin.kind,
+                Source(plugin.name, plugin.value, plugin.distribution, plugin.version, "default"),
                 enabled=False,
-                reason=self._why_disabled(found),
+                reason=self._why_disabled(plugin),
             )
-            for found in self._plugins.found
-            if not self._is_enabled(found)
+            for plugin in self._plugins.found
+            if not self._is_enabled(plugin)
         ]
         rank = {kind: index for index, kind in enumerate(KINDS)}
         return sorted([*enabled, *others], key=lambda c: (rank.get(c.kind, len(rank)), c.kind))
@@ -64,7 +64,7 @@ class Catalog:
 
         Raises:
             PluginNotFoundError: no component has that name, or its kind is unknown.
-            PluginConflictError: several components have it, of which none is enabled.
+            PluginConflictError: several components have it, and none is enabled.
             PluginError: the component cannot be imported, or does not keep its kind's contract.
         """
         info, others = self._find(name)
@@ -170,27 +170,27 @@ class Catalog:
             fields["adapter"] = _adapter_name(cls, KINDS[entry.kind])
         return _info(entry.kind, entry.source, enabled=True, reason=entry.origin, **fields)
 
-    def _is_enabled(self, found: InstalledPlugin) -> bool:
+    def _is_enabled(self, plugin: InstalledPlugin) -> bool:
         every = self._plugins.manifest.tree()
-        same = [e for e in every if (e.kind, e.value) == (found.kind, found.value)]
-        if any(entry.name == found.name for entry in same):
+        same = [e for e in every if (e.kind, e.value) == (plugin.kind, plugin.value)]
+        if any(entry.name == plugin.name for entry in same):
             return True
         offered = {
-            f.name for f in self._plugins.found if (f.kind, f.value) == (found.kind, found.value)
+            f.name for f in self._plugins.found if (f.kind, f.value) == (plugin.kind, plugin.value)
         }
         return any(entry.name not in offered for entry in same)
 
-    def _why_disabled(self, found: InstalledPlugin) -> str:
-        names = (found.name, f"{found.kind}/{found.name}")
-        kind = KINDS.get(found.kind)
+    def _why_disabled(self, plugin: InstalledPlugin) -> str:
+        names = (plugin.name, f"{plugin.kind}/{plugin.name}")
+        kind = KINDS.get(plugin.kind)
         if kind is None:
-            return describe_unknown_kind(found.kind)
+            return describe_unknown_kind(plugin.kind)
         for name, value in self._config.plugins.replace.items():
-            if name in names and found.builtin:
+            if name in names and plugin.builtin:
                 path = f"plugins.replace.{name}"
                 return f"replaced by {value}: {path} ({self._config_sources.of(path)})"
         for index, name in enumerate(self._config.plugins.disable):
-            if name in names and found.builtin:
+            if name in names and plugin.builtin:
                 path = f"plugins.disable[{index}]"
                 return f"{path} ({self._config_sources.of(path)})"
         if kind.number is Number.ONE:

@@ -100,7 +100,7 @@ class _Kept:
 
 
 def _messages(builder: ConfigBuilder, problem: Sequence[HardpointError]) -> Iterator[str]:
-    """Yield the errors of a builder's values, each of which is removed after its error."""
+    """Yield the errors of a builder's values; remove each wrong value after its error."""
     removed: dict[str, int] = {}
     check: Callable[[EngineConfig, ConfigSources], object]
     for check in (lambda *_: None, resolve_plugins):
@@ -111,16 +111,16 @@ def _messages(builder: ConfigBuilder, problem: Sequence[HardpointError]) -> Iter
                 message = str(error)
             else:
                 break
-            found = _PATH.match(message)
-            steps = [int(i) if i else name for i, name in _STEP.findall(found[0] if found else "")]
-            yield message if found is None else _renumbered(message, found[0], removed)
+            match = _PATH.match(message)
+            steps = [int(i) if i else name for i, name in _STEP.findall(match[0] if match else "")]
+            yield message if match is None else _renumbered(message, match[0], removed)
             if not builder.discard(steps):
                 return
     yield from (str(error) for error in problem if not removed and not _PATH.match(str(error)))
 
 
 def _renumbered(message: str, path: str, removed: dict[str, int]) -> str:
-    """Return a message whose index counts the items of a list that were removed before."""
+    """Return a message with its index corrected for items of a list that were removed before."""
     start, bracket, rest = path.partition("[")
     if not bracket:
         return message

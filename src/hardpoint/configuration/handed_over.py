@@ -35,7 +35,7 @@ def handed_over(plugins: Sequence[object] | None, caller: str) -> list[Installed
         )
     if not plugins:
         return []
-    installed, handed = discover(), list[InstalledPlugin]()
+    installed, passed = discover(), list[InstalledPlugin]()
     adapters = _adapters_among(plugins, installed, caller)
     for index, target in enumerate(plugins):
         if isinstance(target, str):
@@ -49,8 +49,8 @@ def handed_over(plugins: Sequence[object] | None, caller: str) -> list[Installed
                 f"(from argument {caller}(plugins=...))"
             )
         origin = f"plugins= of {caller}, item {index}"
-        handed += _handed(target, origin, installed, handed, adapters)
-    return handed
+        passed += _handed(target, origin, installed, passed, adapters)
+    return passed
 
 
 def _adapters_among(
@@ -71,8 +71,8 @@ def _handed(
     earlier: list[InstalledPlugin],
     adapters: ComponentAdapters,
 ) -> list[InstalledPlugin]:
-    kept = inspect.isclass(target) or isinstance(target, ModuleType)
-    cls = target if kept else type(target)
+    is_importable = inspect.isclass(target) or isinstance(target, ModuleType)
+    cls = target if is_importable else type(target)
     described = Source.of_module(_name_of(cls), _value_of(cls), origin)
     with inspecting(described):
         is_hooks = marks_hooks(target)
@@ -81,13 +81,13 @@ def _handed(
     value, problem = find_reference(target)
     engine_hooks = [name for name in hook_functions(target) if name in ENGINE_HOOKS]
     known = next((f for f in installed if (f.kind, f.value) == ("hooks", value)), None)
-    stays = bool(problem) or not (kept or engine_hooks)
-    names = [found.name for found in earlier if found.kind == "hooks"]
+    stays = bool(problem) or not (is_importable or engine_hooks)
+    names = [plugin.name for plugin in earlier if plugin.kind == "hooks"]
     return [
         InstalledPlugin(
             "hooks",
             known.name if known else _unused(described.name, names),
-            f"{described.value}{'' if kept else '()'}" if problem else value,
+            f"{described.value}{'' if is_importable else '()'}" if problem else value,
             known.distribution if known else described.distribution,
             known.version if known else described.version,
             origin=origin,

@@ -58,7 +58,7 @@ def load_config(
         environ: None is the process's own.
 
     Raises:
-        ConfigError: naming path, value, what would be right, and the value's origin.
+        ConfigError: naming path, value, the expected value, and the value's origin.
     """
     table = file_table(path)
 
@@ -78,7 +78,7 @@ def config_from(
     overrides: Mapping[str, Any] | None = None,
     *,
     caller: str = "LLM",
-    handed: Sequence[InstalledPlugin] = (),
+    passed_plugins: Sequence[InstalledPlugin] = (),
 ) -> tuple[EngineConfig, ConfigSources]:
     """Return the configuration of a Python call, and where each value came from.
 
@@ -90,7 +90,7 @@ def config_from(
         overrides: arguments given by name, by dotted path such as `tokenizer.path`; None is not
             given.
         caller: name of the called class, for the config_sources.
-        handed: the plugins that the call hands over, which may declare tables.
+        passed_plugins: the plugins that the call hands over, which may declare tables.
 
     Raises:
         ConfigError: as `load_config`.
@@ -112,12 +112,12 @@ def config_from(
 
     def fill(builder: ConfigBuilder) -> None:
         builder.add_table(*table)
-        for path, given in (overrides or {}).items():
-            if given is not None:
+        for path, override in (overrides or {}).items():
+            if override is not None:
                 steps = path.split(".")
-                builder.put(steps, given, f"argument {caller}({steps[0]}=...)")
+                builder.put(steps, override, f"argument {caller}({steps[0]}=...)")
 
-    return _built(fill, handed)
+    return _built(fill, passed_plugins)
 
 
 def default_config_type() -> type[EngineConfig]:
@@ -126,20 +126,22 @@ def default_config_type() -> type[EngineConfig]:
 
 
 def find_tables(
-    plugins: PluginsConfig, config_sources: ConfigSources, handed: Sequence[InstalledPlugin] = ()
+    plugins: PluginsConfig,
+    config_sources: ConfigSources,
+    passed_plugins: Sequence[InstalledPlugin] = (),
 ) -> Tables:
     """Return the tables of the hooks that a configuration enables, which are imported.
 
     Args:
         plugins: the table `plugins`.
         config_sources: sources of its values.
-        handed: what the program hands over, see `handed_over`.
+        passed_plugins: the plugins that the program passes, see `handed_over`.
 
     Raises:
         PluginError, ConfigError: a component cannot be enabled, or declares no valid table.
     """
-    found = with_handed_over(discover(plugins.foreign_groups), handed)
-    selection = Selection(EngineConfig(plugins=plugins), config_sources, found)
+    installed = with_handed_over(discover(plugins.foreign_groups), passed_plugins)
+    selection = Selection(EngineConfig(plugins=plugins), config_sources, installed)
     chosen, load = selection.enabled(), selection.adapters.import_object
     return declared_tables(
         (load(item.source) if item.target is None else item.target, item.source)
@@ -168,7 +170,7 @@ def file_table(path: str | Path | None) -> tuple[dict[str, Any], str]:
 
 
 def _built(
-    fill: Callable[[ConfigBuilder], None], handed: Sequence[InstalledPlugin] = ()
+    fill: Callable[[ConfigBuilder], None], passed_plugins: Sequence[InstalledPlugin] = ()
 ) -> tuple[EngineConfig, ConfigSources]:
     """Return the configuration of the values that `fill` gives to a builder.
 
@@ -177,14 +179,14 @@ def _built(
     first = filled(EngineConfig, fill)
     problem = None
     try:
-        type_ = EngineConfig.with_tables(find_tables(*first.plugins(), handed))
+        type_ = EngineConfig.with_tables(find_tables(*first.plugins(), passed_plugins))
     except HardpointError as error:  # whatever uses plugins raises it again
         type_, problem = default_config_type(), error
     return filled(type_, fill).build(problem)
 
 
 def filled(type_: type[EngineConfig], fill: Callable[[ConfigBuilder], None]) -> ConfigBuilder:
-    """Return a builder with all values, those that the model needs before them."""
+    """Return a builder with all values; plugins that the model needs come first."""
     builder = ConfigBuilder(type_)
     fill(builder)
     if (alias := alias_of(builder.model)) is None or not alias.config:
@@ -246,10 +248,10 @@ class ConfigBuilder:
         return name if isinstance(name, str) else None
 
     def enable_besides(self, needed: Sequence[Any]) -> None:
-        """Enable further plugins, before those that are given."""
+        """Enable further plugins, before the configured ones."""
         enabled = self._tree.get("plugins", {}).get("enable")
         if isinstance(enabled, list):
-            enabled[:0] = [one for one in needed if one not in enabled]
+            enabled[:0] = [plugin for plugin in needed if plugin not in enabled]
 
     def plugins(self) -> tuple[PluginsConfig, ConfigSources]:
         """Return the table `plugins`, and the sources of values."""
@@ -346,15 +348,15 @@ def _steps_of_variable(name: str) -> list[str]:
     Names are written in capitals and stand for small letters. A step after `PLUGIN__` or
     `PLUGINS__REPLACE__` may have capitals of its own: with a small letter, it is kept.
     """
-    given = name.removeprefix(PREFIX).split("__")
-    if not all(given):
+    steps = name.removeprefix(PREFIX).split("__")
+    if not all(steps):
         raise ConfigError(
             f"{name}: expected a path such as {PREFIX}SCHEDULER__POLICY, got an empty step "
             f"(from environment)"
         )
-    small = [step.lower() for step in given]
-    fixed = 1 if small[0] == "plugin" else 2 if small[:2] == ["plugins", "replace"] else len(given)
-    return small[:fixed] + [step.lower() if step.isupper() else step for step in given[fixed:]]
+    small = [step.lower() for step in steps]
+    fixed = 1 if small[0] == "plugin" else 2 if small[:2] == ["plugins", "replace"] else len(steps)
+    return small[:fixed] + [step.lower() if step.isupper() else step for step in steps[fixed:]]
 
 
 def _wants_text(info: types.Type | None, value: object) -> bool:

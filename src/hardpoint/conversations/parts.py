@@ -35,7 +35,7 @@ class PromptPart(msgspec.Struct, frozen=True):
     """A part of a prompt that goes on.
 
     Attributes:
-        prompt: what `generate` takes; of no tokens, it begins no turn.
+        prompt: a prompt as for `generate`; without tokens, it begins no turn.
         sampling_params: parameters of this turn and later ones; None keeps those of the turn
             before.
         commit: whether it begins a turn; if not, it is computed with the parts after it.
@@ -66,21 +66,21 @@ def read_part(prompt: Prompt, vocab_size: int) -> str | list[int]:
         RequestError: it is no prompt, has more than text or token ids, or options of its own.
     """
     try:
-        given = read_prompt(prompt)
+        parsed = read_prompt(prompt)
     except RequestError as error:
         if isinstance(prompt, Mapping):
             raise type(error)(f"{error}; {_PARTS}") from error
         raise
-    own = {name: getattr(given, name) for name in ("cache_salt", "arrival_time")}
+    options = {name: getattr(parsed, name) for name in ("cache_salt", "arrival_time")}
     if isinstance(prompt, Mapping):
-        own["output_token_ids"] = dict(prompt).get("output_token_ids")
-    for name, value in own.items():
+        options["output_token_ids"] = dict(prompt).get("output_token_ids")
+    for name, value in options.items():
         if value is not None:
             raise RequestError(
-                f"prompt.{name}: expected none in a part, for the conversation has its own, "
+                f"prompt.{name}: expected none in a part, because the conversation has its own, "
                 f"got {value!r}"
             )
-    if given.token_ids is not None or given.text is None:
-        return checked_ids(given.token_ids, vocab_size)
-    typed.check_text(given.text, "prompt", RequestError)
-    return given.text
+    if parsed.token_ids is not None or parsed.text is None:
+        return checked_ids(parsed.token_ids, vocab_size)
+    typed.check_text(parsed.text, "prompt", RequestError)
+    return parsed.text

@@ -168,7 +168,9 @@ class OpenConversations:
         """End the conversations that have one of the ids."""
         with self.lock:
             chosen = set(request_ids)
-            for history in [one for one in self._open if one.request_id in chosen]:
+            for history in [
+                conversation for conversation in self._open if conversation.request_id in chosen
+            ]:
                 history.end(why)
 
     def end_all(self, why: str) -> None:
@@ -208,7 +210,7 @@ class OpenConversations:
         return None if deadline is None else max(deadline - self._clock(), 0.0)
 
     def check(self, history: History) -> None:
-        """End a conversation whose lease has run out, and others like it."""
+        """End a conversation after its lease has run out, and others like it."""
         if history in self._idle:
             self._expire()
 
@@ -357,9 +359,9 @@ class History:
         """End the turn; its output tokens are part of the conversation."""
         with self._owner.lock:
             if self._state is ConversationState.RUNNING:
-                kept = token_ids if self._keep_last else token_ids[:-1]
-                self._tokens.extend(kept)
-                self._owner.num_tokens += len(kept)
+                turn_tokens = token_ids if self._keep_last else token_ids[:-1]
+                self._tokens.extend(turn_tokens)
+                self._owner.num_tokens += len(turn_tokens)
                 self._num_done = len(self._tokens)
                 self._take_later()
                 self.num_turns += 1

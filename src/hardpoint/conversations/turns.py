@@ -92,18 +92,18 @@ class _ConversationBase:
             )
         return params
 
-    def _begin(self, given: SamplingParams | None, *, cumulative: bool) -> _Turn | None:
+    def _begin(self, sampling_params: SamplingParams | None, *, cumulative: bool) -> _Turn | None:
         """Begin a turn; return None without one, if no part has come.
 
         Args:
-            given: its parameters; None keeps those before.
+            sampling_params: its parameters; None keeps the earlier ones.
             cumulative: whether outputs may have all tokens so far; if not, such have the new ones.
 
         Raises:
             RequestError: the parameters are wrong, or a turn runs.
             ConversationEndedError: the conversation has ended.
         """
-        params = self._chosen(given)
+        params = self._chosen(sampling_params)
         if params.output_kind is RequestOutputKind.CUMULATIVE and not cumulative:
             params = with_output_kind(params, RequestOutputKind.DELTA)
         token_ids = self._history.begin()
@@ -157,7 +157,7 @@ class _Turn:
             else:
                 self._token_ids = list(completion.token_ids)
         if output.finished:
-            has_failed = any(one.finish_reason == "error" for one in output.outputs)
+            has_failed = any(completion.finish_reason == "error" for completion in output.outputs)
             self._end(has_failed=has_failed)
         return output
 
@@ -232,7 +232,7 @@ class Conversation(_ConversationBase):
         Without a part since the last turn, there is no turn and no output.
 
         Args:
-            sampling_params: parameters of this turn and later ones; None keeps those before.
+            sampling_params: parameters of this turn and later ones; None keeps the earlier ones.
 
         Raises:
             RequestError: the parameters are wrong, or a turn runs. The parts wait for another turn.
@@ -313,7 +313,7 @@ class AsyncConversation(_ConversationBase):
         """
         self._history.check_open()
         part = read_part(prompt, self._vocab_size)
-        async with self._appending:  # a long text is tokenised while others come
+        async with self._appending:  # a long text is tokenized while others come
             if isinstance(part, str):
                 part = await self._encode(part, self._history.is_empty) if part else []
             self._history.append(part)
@@ -327,7 +327,7 @@ class AsyncConversation(_ConversationBase):
         Without a part since the last turn, there is no turn and no output.
 
         Args:
-            sampling_params: parameters of this turn and later ones; None keeps those before.
+            sampling_params: parameters of this turn and later ones; None keeps the earlier ones.
 
         Raises:
             RequestError: the parameters are wrong, or a turn runs. The parts wait for another turn.
@@ -377,14 +377,16 @@ class AsyncConversation(_ConversationBase):
                     async with contextlib.aclosing(self.commit(params)) as outputs:
                         async for output in outputs:
                             yield output
-                            if any(one.finish_reason in _LOST for one in output.outputs):
+                            if any(
+                                completion.finish_reason in _LOST for completion in output.outputs
+                            ):
                                 return
             except RequestError as error:
                 raise type(error)(f"parts[{index}]: {error}") from error
             index += 1
 
     async def cancel(self) -> None:
-        """End the turn that runs, if one does; it yields what it has, and another may follow."""
+        """End the running turn, if any; it yields its output so far, and another may follow."""
         if self._history.cancel():
             await self._abort(self.request_id)
 

@@ -105,5 +105,5 @@ def old_member(llm: object, owner: str, name: str, names: Mapping[str, str]) -> 
 
 def _fork(stream: OutputStream, token_ids: Sequence[int]) -> OutputStream:
     if not isinstance(stream, OutputStream):
-        raise RequestError(f"stream: expected that of `stream`, got {type(stream).__name__}")
+        raise RequestError(f"stream: expected the result of `stream`, got {type(stream).__name__}")
     return stream.fork(token_ids)

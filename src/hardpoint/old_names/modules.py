@@ -210,7 +210,7 @@ The loader warns of the components.
 
 
 class _MovedModule(ModuleType):
-    """A module whose names are elsewhere; reading one warns."""
+    """A module with names that moved elsewhere; reading one warns."""
 
     def __getattr__(self, name: str) -> Any:
         """Return a name of the new module.

@@ -104,9 +104,9 @@ class OwnerLLM(AsyncLLM):
         )
         return llm
 
-    async def change(self, asked: ChangeRequest) -> Manifest:
+    async def change(self, request: ChangeRequest) -> Manifest:
         """Change plugins and settings in all processes."""
-        return await self._engine.change(asked)
+        return await self._engine.change(request)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests of all frontends by their ids, as `AsyncLLM` does."""
@@ -210,8 +210,8 @@ class Workers:
 
     def replaced(self) -> Sequence[int]:
         """Return the numbers of workers that were replaced since the last call."""
-        found, self._replaced = self._replaced, []
-        return found
+        replaced, self._replaced = self._replaced, []
+        return replaced
 
     def send_signal(self, number: int) -> None:
         """Send all workers a signal."""
@@ -262,7 +262,7 @@ class Workers:
         await self._replace(index)
 
     async def _replace(self, index: int) -> None:
-        """Start a worker for one that has ended; later, where that fails."""
+        """Start a worker for an ended one; later, if that fails."""
         if not self._budget.may_restart():
             _log.error("workers end too often; the others are ended, too")
             self._code = _ENDED
@@ -317,8 +317,8 @@ class Workers:
         _, link = self._running[index]
         self.engine.add_fault(link, *fault)
 
-    async def _answer_live_change(self, _: int, asked: Any) -> Manifest:
-        return await self.engine.change(asked_of(asked))
+    async def _answer_live_change(self, _: int, request: Any) -> Manifest:
+        return await self.engine.change(asked_of(request))
 
     async def _answer_change_state(
         self, index: int, number: int, kind: str | None, text: str

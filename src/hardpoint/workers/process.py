@@ -1,4 +1,4 @@
-"""A worker process: its launch, and what it runs."""
+"""A worker process: its launch, and its services."""
 
 from __future__ import annotations
 
@@ -261,20 +261,20 @@ class WorkerLLM(AsyncLLM):
         self._engine.parts.companion(SharedFaults).health.add(*notice.value)
 
     async def _read_change(self, notice: Notice) -> None:
-        action, number, asked = notice.value
+        action, number, request = notice.value
         if action == "prepare":  # which may take a while; it may be undone before that
-            self._preparing = asyncio.create_task(self._prepare(number, asked_of(asked)))
+            self._preparing = asyncio.create_task(self._prepare(number, asked_of(request)))
         elif number == self._followed:
             if action != "commit":
                 self._followed = None
             self._engine.finish_change(action)
 
-    async def _prepare(self, number: int, asked: ChangeRequest) -> None:
+    async def _prepare(self, number: int, request: ChangeRequest) -> None:
         try:
             if self._followed is not None:
                 raise BusyError("another live change is under way; try again once it is done")
             self._followed = number
-            await self._engine.follow_change(asked)
+            await self._engine.follow_change(request)
         except HardpointError as error:
             self._post("change_state", number, kind_of(error), str(error))
         else:
@@ -290,8 +290,8 @@ class WorkerLLM(AsyncLLM):
         """Return the exports of the sinks, which have the figures of all frontends."""
         if (stats := self._figures.pop()) is not None:
             await self._ask("figures", msgspec.to_builtins(stats))
-        found: str = await self._ask("metrics")
-        return found
+        exported: str = await self._ask("metrics")
+        return exported
 
 
 def opened_caller(opened: OpenRelayed) -> Ask:
@@ -303,14 +303,17 @@ def opened_caller(opened: OpenRelayed) -> Ask:
     return ask
 
 
-async def change_at_owner(ask: Ask, asked: ChangeRequest) -> Manifest:
+async def change_at_owner(ask: Ask, request: ChangeRequest) -> Manifest:
     """Change plugins and settings in all processes."""
-    return msgspec.convert(await ask("live_change", msgspec.to_builtins(asked)), Manifest)
+    return msgspec.convert(await ask("live_change", msgspec.to_builtins(request)), Manifest)
 
 
-def own_requests(found: Sequence[LiveRequest]) -> list[LiveRequest]:
+def own_requests(requests: Sequence[LiveRequest]) -> list[LiveRequest]:
     """Return live requests with the ids of their own frontends."""
-    return [msgspec.structs.replace(one, request_id=own_id(one.request_id)) for one in found]
+    return [
+        msgspec.structs.replace(request, request_id=own_id(request.request_id))
+        for request in requests
+    ]
 
 
 @dataclass

@@ -169,8 +169,7 @@ def test_the_end_of_a_long_prompt_is_kept(server):
     param, message = refused(server, messages=user(long), truncate_prompt_tokens=0)
     assert (param, message) == (
         "truncate_prompt_tokens",
-        "truncate_prompt_tokens: expected at least 1, or -1 for those that leave room for "
-        "max_tokens, got 0",
+        "truncate_prompt_tokens: expected at least 1, or -1 to leave room for max_tokens, got 0",
     )
 
 

@@ -89,7 +89,7 @@ def test_another_server_goes_on_after_the_tokens_of_a_stream_with_its_seed(serve
     [
         ([[5000], None], {}, "output_token_ids[0][0]", "expected a token id from 0 to "),
         ([[1]], {}, "output_token_ids", "for each of n (2) completions, got 1"),
-        ([[1] * 8, None], {}, "output_token_ids[0]", "fewer than max_tokens, 8, for one is to com"),
+        ([[1] * 8, None], {}, "output_token_ids[0]", "fewer than max_tokens, 8, because one has t"),
         ([None, [9]], {"stop_token_ids": [9]}, "output_token_ids[1][0]", "no token that ends the"),
         ([[-1], None], {}, "output_token_ids[0][0]", "expected "),
         (

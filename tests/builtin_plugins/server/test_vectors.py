@@ -87,7 +87,9 @@ def test_the_openai_client(server, vectors):
                 if form.get("encoding_format") == "base64":
                     vector = np.frombuffer(base64.b64decode(vector), "<f4")
                 np.testing.assert_allclose(vector, vectors[text], atol=1e-6)
-        with pytest.raises(openai.BadRequestError, match="dimensions: expected none, for the mod"):
+        with pytest.raises(
+            openai.BadRequestError, match="dimensions: expected none, because the mod"
+        ):
             client.embeddings.create(model="scripted", input="fox", dimensions=4)
         with pytest.raises(openai.NotFoundError, match="model: expected"):
             client.embeddings.create(model="another", input="fox")
@@ -148,7 +150,11 @@ WRONG = [
     (EMBEDDINGS, {"input": ["a", [99999]]}, "input[1]"),
     (EMBEDDINGS, {"input": ["a", [1] * 1025]}, "input[1]: the prompt is too long: 1025 tokens"),
     (EMBEDDINGS, {"input": "a", "dimensions": 0}, "dimensions: expected"),
-    (EMBEDDINGS, {"input": "a", "dimensions": 3}, "dimensions: expected none, for the model was"),
+    (
+        EMBEDDINGS,
+        {"input": "a", "dimensions": 3},
+        "dimensions: expected none, because the model was",
+    ),
     (EMBEDDINGS, {"input": "a", "encoding_format": "hex"}, "encoding_format"),
     (EMBEDDINGS, {"input": "a", "pooler": "men"}, "pooler: expected one of cls, last, mean"),
     (

@@ -1,4 +1,4 @@
-"""Jobs of the scripted model, and what each comes to alone."""
+"""Jobs of the scripted model, and the output of each alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that draft tokens: what is refused at the start, and what ends only its own requests."""
+"""Parts that draft tokens: errors at the start, and errors that fail only their own requests."""
 
 from __future__ import annotations
 

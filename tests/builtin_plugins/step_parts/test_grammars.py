@@ -1,4 +1,4 @@
-"""The answer in an output: where it begins, what may come next, and drafts; compiled grammars."""
+"""The answer in an output: its start, its next tokens, and drafts; compiled grammars."""
 
 from __future__ import annotations
 
@@ -442,9 +442,9 @@ def test_rows_after_drafts_are_those_without_drafts(given_, data):
         at = len(request.output_token_ids)
         right = tokens[at : at + data.draw(st.integers(0, 4))]
         wrong = data.draw(st.lists(st.integers(1, 9) | st.just(NO_DRAFT), max_size=2))
-        found = rows_of(answer, right + wrong)
+        draft_rows = rows_of(answer, right + wrong)
         following = rows[at : at + len(right) + 1]
-        assert found[: len(following)] == following
+        assert draft_rows[: len(following)] == following
         request.output_token_ids += tokens[at : at + data.draw(st.integers(1, 3))]
 
 

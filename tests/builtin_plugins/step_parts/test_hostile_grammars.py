@@ -69,21 +69,21 @@ def ends(engine, jobs, expected):
     Returns:
         By request id, the error, or the finish reason and text.
     """
-    found, results = {}, {}
+    endings, results = {}, {}
     waiting = [*NEIGHBOURS, *jobs]
     while waiting or engine.has_unfinished_requests():
         for name, prompt, each in waiting[-3:]:
             try:
                 engine.add_request(name, prompt, each)
             except RequestError as error:
-                found[name] = str(error)
+                endings[name] = str(error)
         del waiting[-3:]
         for output in engine.step():
             if output.finished and output.request_id in expected:
                 results[output.request_id] = output
             elif output.finished:
                 (completion,) = output.outputs
-                found[output.request_id] = completion.error or (
+                endings[output.request_id] = completion.error or (
                     completion.finish_reason,
                     completion.text,
                 )
@@ -92,7 +92,7 @@ def ends(engine, jobs, expected):
         for name, (completions,) in expected.items()
     }
     assert keeps_nothing(output_processor_of(engine))
-    return found
+    return endings
 
 
 def tokens_of(output):
@@ -100,7 +100,7 @@ def tokens_of(output):
 
 
 def chain(count, link, last):
-    """A schema of definitions, each of which refers to the next one."""
+    """A schema of definitions, each with a reference to the next one."""
     schemas = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
     return {"$defs": {**schemas, f"d{count}": last}, "$ref": "#/$defs/d0"}
 
@@ -371,15 +371,15 @@ def test_hostile_descriptions_work_or_are_refused_by_name(engine, expected, fiel
         (name, "hi there", params(described(field, sample)))
         for name, (sample, _) in samples.items()
     ]
-    found = ends(engine, jobs, expected)
+    endings = ends(engine, jobs, expected)
     for name, (_, words) in samples.items():
         if words is WORKS:
-            assert found[name][0] in ("stop", "length"), (name, found[name])
+            assert endings[name][0] in ("stop", "length"), (name, endings[name])
         else:
-            assert isinstance(found[name], str), (name, found[name])
-            assert found[name].startswith(f"structured.{field}"), (name, found[name])
-            assert re.search(words, found[name]), (name, found[name])
-            assert len(found[name]) < 1200, name
+            assert isinstance(endings[name], str), (name, endings[name])
+            assert endings[name].startswith(f"structured.{field}"), (name, endings[name])
+            assert re.search(words, endings[name]), (name, endings[name])
+            assert len(endings[name]) < 1200, name
     assert peak_mb() - before < 600
 
 
@@ -392,14 +392,14 @@ def test_a_choice_is_one_of_the_texts(engine, expected):
         (f"{i}", "hi there", params({"choice": [text]}, max_tokens=40))
         for i, text in enumerate(TEXTS)
     ]
-    found = ends(engine, jobs, expected)
-    assert [found[f"{i}"] for i in range(len(TEXTS))] == [("stop", text) for text in TEXTS]
+    endings = ends(engine, jobs, expected)
+    assert [endings[f"{i}"] for i in range(len(TEXTS))] == [("stop", text) for text in TEXTS]
 
 
 def test_one_that_may_go_on_is_either(engine, expected):
     jobs = [(f"{i}", f"hi {i}", params({"choice": ["a", "ab", "abc"]}, seed=i)) for i in range(40)]
-    found = ends(engine, jobs, expected)
-    assert set(found.values()) == {("stop", "a"), ("stop", "ab"), ("stop", "abc")}
+    endings = ends(engine, jobs, expected)
+    assert set(endings.values()) == {("stop", "a"), ("stop", "ab"), ("stop", "abc")}
 
 
 FAILURES = {
@@ -424,11 +424,11 @@ def bad(how, **fields):
 
 def test_what_fails_in_a_backend_ends_its_requests_alone(engine, expected):
     jobs = [(how, "hi there", bad(how)) for how in FAILURES]
-    found = ends(engine, [*jobs, ("outside", "hi there", bad("outside"))], expected)
+    endings = ends(engine, [*jobs, ("outside", "hi there", bad("outside"))], expected)
     for how, words in FAILURES.items():
-        assert isinstance(found[how], str), (how, found[how])
-        assert re.search(words, found[how]), (how, found[how])
-    assert re.fullmatch("[ab]{12}", found["outside"][1])
+        assert isinstance(endings[how], str), (how, endings[how])
+        assert re.search(words, endings[how]), (how, endings[how])
+    assert re.fullmatch("[ab]{12}", endings["outside"][1])
     # Faults of several requests do not shut the backend for those that are right.
     assert ends(engine, [("fine", "hi there", bad("fine"))], expected)["fine"][0] == "length"
 
@@ -451,18 +451,18 @@ def test_the_same_in_a_process_of_its_own(scripted, expected):
 
 class TestCompilationsThatHang:
     def test_the_request_ends_after_the_limit(self, impatient, expected):
-        found = ends(impatient, [("r", "hi there", bad("hang"))], expected)
-        assert found["r"] == (
+        endings = ends(impatient, [("r", "hi there", bad("hang"))], expected)
+        assert endings["r"] == (
             "structured.regex: bad: compiling it took longer than 0.05 s (grammar.compile_seconds)"
         )
 
     def test_after_four_of_them_no_other_begins(self, impatient, expected):
         jobs = [(f"{i}", "hi there", bad(f"hang {i}")) for i in range(4)]
         for job in jobs:
-            found = ends(impatient, [job], expected)
-            assert "took longer than 0.05 s" in found[job[0]]
-        found = ends(impatient, [("r", "hi there", bad("fine"))], expected)
-        assert found["r"] == (
+            endings = ends(impatient, [job], expected)
+            assert "took longer than 0.05 s" in endings[job[0]]
+        endings = ends(impatient, [("r", "hi there", bad("fine"))], expected)
+        assert endings["r"] == (
             "structured.regex: bad: no grammar is compiled, for 4 compilations that took longer "
             "than 0.05 s still run"
         )
@@ -484,8 +484,8 @@ class TestCompilationsThatHang:
         assert not engine.has_unfinished_requests()
         assert run(engine, NEIGHBOURS) == expected
         HELD.set()
-        found = ends(engine, [("0", "hi there", bad("fine"))], expected)
-        assert found["0"][0] == "length"
+        endings = ends(engine, [("0", "hi there", bad("fine"))], expected)
+        assert endings["0"][0] == "length"
 
     def test_the_timeout_of_a_request_holds_meanwhile(self, open_engine, expected):
         HELD.clear()
@@ -554,9 +554,9 @@ class TestWithProcessors:
         ],
     )
     def test_nothing_left(self, engine, expected, fields, words):
-        found = ends(engine, [("r", "hi there", params({"regex": "aab"}, **fields))], expected)
-        assert words in found["r"]
-        assert "the grammar of `structured`" in found["r"]
+        endings = ends(engine, [("r", "hi there", params({"regex": "aab"}, **fields))], expected)
+        assert words in endings["r"]
+        assert "the grammar of `structured`" in endings["r"]
 
     def test_a_forced_token_that_is_forbidden(self, engine, expected):
         job = ("r", "hi there", params({"regex": "a{9}"}, plugin_args={"forces": {}}))
@@ -574,13 +574,13 @@ class TestWithProcessors:
         job = ("r", "hi there", params({"regex": "a{9}"}, **fields))
         assert ends(engine, [job], expected)["r"] == (
             "plugin_args.thinking_budget: expected no markers of its own together with "
-            "`structured`, whose answer begins after those of the reasoning parser"
+            "`structured`: the structured answer begins after the markers of the reasoning parser"
         )
 
 
 def num_answers():
     gc.collect()
-    return sum(isinstance(found, AnswerWriter) for found in gc.get_objects())
+    return sum(isinstance(item, AnswerWriter) for item in gc.get_objects())
 
 
 def test_nothing_of_a_request_stays_in_the_engine(scripted):
@@ -607,11 +607,11 @@ def test_a_scheduler_that_plans_without_grammars_ends_their_requests(scripted, e
     with contextlib.closing(
         scripted_engine(scripted, {"scheduler": {"use": f"{__name__}:NoGrammars"}})
     ) as engine:
-        found = ends(engine, [("bad", "x", params({"regex": "a+"}))], expected)
+        endings = ends(engine, [("bad", "x", params({"regex": "a+"}))], expected)
         message = (
             r"NoGrammars\), asked for by scheduler.use: it planned the request without its grammar"
         )
-        assert re.search(message, found["bad"])
+        assert re.search(message, endings["bad"])
 
 
 def test_a_scheduler_that_supports_no_grammars_refuses_their_requests(scripted, monkeypatch):
@@ -619,8 +619,8 @@ def test_a_scheduler_that_supports_no_grammars_refuses_their_requests(scripted, 
     use = "tiny_scheduler:TinyScheduler"
     with contextlib.closing(scripted_engine(scripted, {"scheduler": {"use": use}})) as engine:
         free = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, **FINAL)
-        found = run(engine, [("free", "x", free)])
-        assert len(found["free"][0][0][1]) == 3
+        results = run(engine, [("free", "x", free)])
+        assert len(results["free"][0][0][1]) == 3
         with pytest.raises(RequestError, match="structured: 'tiny_scheduler' does not support it"):
             engine.add_request("bad", "x", params({"regex": "a+"}))
 
@@ -635,15 +635,15 @@ def test_a_draft_after_which_a_grammar_cannot_go_on_ends_no_request(scripted, ho
         speculator = "hardpoint.testing:ScriptedSpeculator"
         speculation = {"speculation": {"use": [speculator], "adaptive": False}} if replies else {}
         options = {"plugin": {"scripted_speculator": {"replies": replies}}} if replies else {}
-        engine, found = scripted_engine(scripted, stuck | speculation | options), []
+        engine, completions = scripted_engine(scripted, stuck | speculation | options), []
         for after, count in jobs:
             structured = StructuredOutputs(regex=f"{how} {after}", backend="stuck")
             engine.add_request("r", prompt, params(structured, max_tokens=count))
             while engine.has_unfinished_requests():
-                found += [output.outputs[0] for output in engine.step() if output.finished]
+                completions += [output.outputs[0] for output in engine.step() if output.finished]
         verified = engine.call_utility("scheduler_stats").num_verified_drafts
         engine.close()
-        return [(c.token_ids, c.finish_reason, c.error) for c in found], verified
+        return [(c.token_ids, c.finish_reason, c.error) for c in completions], verified
 
     (((tokens, _, _),), _) = ends_with([], (40, 12))
     right = next(t for place, t in enumerate(tokens) if place > 3 and t not in tokens[:place])
@@ -657,6 +657,6 @@ def test_a_draft_after_which_a_grammar_cannot_go_on_ends_no_request(scripted, ho
     ]
     misled = [*tokens[:4], wrong, *tokens[5:]]
     for reply in (tokens, misled):
-        found, verified = ends_with([[prompt, reply]], *jobs)
-        assert found == expected
+        results, verified = ends_with([[prompt, reply]], *jobs)
+        assert results == expected
         assert verified > 0

@@ -1,4 +1,4 @@
-"""Read-only views of requests, for plugins whose faults end no request."""
+"""Read-only views of requests, for plugins with faults that fail no request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which grammar backend validates an answer, and what its faults become."""
+"""Choice of the grammar backend that validates an answer, and its faults."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Wrong(Sample, LLGuidance, contract=1):
 
 
 def validator(disabled=()):
-    own = [f"{__name__}:{cls.__name__}" for cls in (Silent, Strange, Failing, Wrong)]
+    plugins = [f"{__name__}:{cls.__name__}" for cls in (Silent, Strange, Failing, Wrong)]
     use = "silent" if disabled else "llguidance"
     config, sources = config_from(
-        {"plugins": {"enable": own, "disable": list(disabled)}, "grammar": {"use": use}}
+        {"plugins": {"enable": plugins, "disable": list(disabled)}, "grammar": {"use": use}}
     )
     vocabulary = Vocabulary(tokens=(b"1",), special=())
     parts = frontend_parts(
@@ -82,14 +82,14 @@ def test_a_backend_may_validate_itself():
     ],
 )
 def test_a_fault_of_the_backend_is_named_in_the_result(backend, reason):
-    found = validator()("3", backend)
-    assert found.startswith("the answer cannot be validated: ")
-    assert backend in found
-    assert found.endswith(reason)
+    flaw = validator()("3", backend)
+    assert flaw.startswith("the answer cannot be validated: ")
+    assert backend in flaw
+    assert flaw.endswith(reason)
 
 
 def test_an_answer_that_nothing_validates_is_not_called_valid():
-    found = validator(disabled=["llguidance"])("3")
-    assert found == (
+    flaw = validator(disabled=["llguidance"])("3")
+    assert flaw == (
         "the answer cannot be validated: the grammar backend 'silent' has no `validate`"
     )

@@ -92,7 +92,7 @@ class TestBatchQueue:
         queue.push(Batch(PLAN, Future(), None))
         with pytest.raises(RuntimeError, match="2 batches are under way, the queue has no room"):
             queue.push(Batch(PLAN, Future(), None))
-        assert len(queue) == 2
+        assert len(queue.batches) == 2
 
     def test_there_is_time_while_it_has_room_and_the_oldest_is_not_done(self):
         queue, oldest = BatchQueue(2), Future()

@@ -142,13 +142,13 @@ def test_a_directory_without_weights_that_can_be_read(config, files, words, here
         (
             LLAMA | {"quantization_config": {"quant_method": "acme8", "bits": 8}},
             ("tokenizer.json",),
-            "model: 'm' has weights that are quantised by 'acme8', which is not supported; "
+            "model: 'm' has weights that are quantized by 'acme8', which is not supported; "
             "supported: auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, ",
         ),
         (
             LLAMA | {"quantization": {"group_size": 64, "bits": 4}},
             (),
-            "m/config.json: quantization: safetensors that are quantised without a quant_method "
+            "m/config.json: quantization: safetensors that are quantized without a quant_method "
             "are not supported, expected none (bfloat16, float16 or float32 weights), a",
         ),
         (

@@ -185,7 +185,7 @@ def test_options_are_checked_with_their_origin(open_engine):
 @pytest.mark.parametrize(
     ("extra", "error", "words"),
     [
-        ({"max_model_len": 1000}, ConfigError, "max_model_len: expected at most 512, what the"),
+        ({"max_model_len": 1000}, ConfigError, "max_model_len: expected at most 512, the"),
         ({"kv_cache": {"memory_bytes": 100}}, ConfigError, "not even one block fits"),
         ({"model": "no/such-model-here"}, ModelError, "the Hugging Face hub did not give it"),
         ({"model": "smollm3"}, ModelError, "found no model 'smollm3'"),

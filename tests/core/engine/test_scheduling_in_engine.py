@@ -200,7 +200,7 @@ class TestReasons:
         assert reason.waiting_for is WaitingFor.BLOCKS
         assert (reason.needed, reason.available) == (5, 2)
         assert reason.message == (
-            "it needs up to 5 KV blocks, 3 are free, of which 1 are kept for running requests"
+            "it needs up to 5 KV blocks, 3 are free, 1 of them reserved for running requests"
         )
 
 
@@ -244,7 +244,7 @@ class TestPolicies:
             engine.add_request(name, "x", ENDLESS, RequestExtras(priority=-1))
         assert [record.getMessage() for record in caplog.records] == [
             f'priority: the scheduling policy "{policy}" ignores it; scheduler.policy = "priority" '
-            "is the one that orders by it"
+            "orders by it"
         ]
         engine.set_policy("priority")
         engine.set_policy(policy)

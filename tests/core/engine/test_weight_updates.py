@@ -404,7 +404,7 @@ def test_memory_is_checked_before_anything_is_read(folders, expected, monkeypatc
     with opened(folders[0]) as llm:
         monkeypatch.setattr(worker, "share_of_memory", lambda *_: MemoryLimit(1000, "a test"))
         with pytest.raises(
-            ModelError, match=r"weights: .* are needed in addition to those in use, 1.* \(a"
+            ModelError, match=r"weights: .* are needed in addition to the current ones, 1.* \(a"
         ):
             llm.weights.update(folders[1])
         assert results(llm) == expected[0]

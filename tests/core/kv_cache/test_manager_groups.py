@@ -109,7 +109,7 @@ def test_rewind_behind_a_window():
     request.num_computed_tokens = 30
     manager.rewind(request, 20)
     words = (
-        "^request 'a' cannot go back to token 18: of what it sees through a window of 4 tokens, "
+        "^request 'a' cannot go back to token 18: in its window of 4 tokens, "
         "the blocks before token 16 were released$"
     )
     with pytest.raises(ValueError, match=words):

@@ -81,23 +81,23 @@ def test_tensors_pass_unless_a_scheme_is_used():
 
 
 def test_stored_matrices_stay_as_they_are():
-    without = "4 of them dequantised to float32, for the operations have no kernel for them"
+    without = "4 of them dequantized to float32, because the operations have no kernel for them"
     assert load(stored=SAMPLE) == (f"4 in right, {without}", [])
 
 
 def test_none_dequantises_stored_matrices():
     description, tensors = load(stored=SAMPLE, use="none")
-    assert description == "4 in right dequantised"
+    assert description == "4 in right dequantized"
     assert len(tensors) == 4
 
 
 def test_a_scheme_quantises_tensors_and_stored_matrices():
     description, tensors = load(use="fake")
-    assert description.startswith("4 in fake, 4 of them dequantised to float32")
+    assert description.startswith("4 in fake, 4 of them dequantized to float32")
     assert tensors == []
     description, tensors = load(stored=SAMPLE, use="fake")  # which is stored in another one
     assert description.startswith("4 in fake, ")
-    assert description.endswith("4 in right dequantised")
+    assert description.endswith("4 in right dequantized")
 
 
 def test_a_scheme_that_the_checkpoint_has_is_not_quantised_again():
@@ -118,17 +118,17 @@ def test_patterns_leave_weights_out():
     description, tensors = load(stored=SAMPLE, skip=["down*"])
     assert tensors == ["down.weight"]
     assert description.startswith("3 in right")
-    assert description.endswith("1 in right dequantised")
+    assert description.endswith("1 in right dequantized")
 
 
 def test_a_model_without_such_matrices_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"quantization\.use: 'fake' has no weights to quantise"):
+    with pytest.raises(ConfigError, match=r"quantization\.use: 'fake' has no weights to quantize"):
         stream(use="fake", skip=["*"])
 
 
 @pytest.mark.parametrize("use", ["auto", "fake"])
 def test_a_pattern_that_matches_nothing_is_refused(use):
-    message = r"quantization\.skip: 'frist\.\*' matches no weight of .*few bits are embed.weight, f"
+    message = r"quantization\.skip: 'frist\.\*' matches no weight of .*zed are embed.weight, f"
     with pytest.raises(ConfigError, match=message):
         stream(use=use, skip=["embed.*", "frist.*"])
 
@@ -156,7 +156,7 @@ def test_stages_decide_together():
         "first.weight": WeightFormat("float32", 1),
     }
     passed.check_stored(formats)
-    with pytest.raises(ConfigError, match="'fake' does not quantise weights, and 'folder' has n"):
+    with pytest.raises(ConfigError, match="'fake' does not quantize weights, and 'folder' has n"):
         passed.check_stored({name: WeightFormat("float32", 1) for name in formats})
     shapes = {"first.bias": (4,)}
     stage.quantizable = list
@@ -169,7 +169,7 @@ def test_stages_decide_together():
 
 def test_a_scheme_that_quantised_nothing_is_refused():
     passed, _ = stream(use="fake")
-    with pytest.raises(ConfigError, match="'fake' has quantised no weight of 'folder'"):
+    with pytest.raises(ConfigError, match="'fake' has quantized no weight of 'folder'"):
         passed.check_used(passed.is_used)
 
 
@@ -195,7 +195,7 @@ def test_bytes_of_codes_are_not_those_of_other_matrices():
 
 
 def test_a_required_scheme_has_to_be_there():
-    with pytest.raises(ConfigError, match="'fake' does not quantise weights, and 'folder' has n"):
+    with pytest.raises(ConfigError, match="'fake' does not quantize weights, and 'folder' has n"):
         load(ReadsOnly, use="fake")
 
 
@@ -375,7 +375,7 @@ def test_weights_that_came_are_counted_not_those_declared():
     assert passed.describe() is None
     list(passed.pass_on([("embed.weight", torch.zeros(SHAPE)), ("down.weight", SAMPLE)]))
     assert passed.describe().startswith("1 in right")
-    assert passed.describe().endswith("1 in q2_k dequantised")
+    assert passed.describe().endswith("1 in q2_k dequantized")
 
 
 def test_faults_show_no_numbers_of_tensors():

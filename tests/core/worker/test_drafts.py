@@ -443,8 +443,8 @@ def test_a_verifier_of_several_passes_changes_no_token():
     ("accepted", "expected"),
     [
         ([0, 0], "a number for each of 4 requests"),
-        ([4, 0, 0, 0], "numbers from 0 to that of the drafts, 3"),
-        ([True, 0, 0, 0], "numbers from 0 to that of the drafts"),
+        ([4, 0, 0, 0], "numbers up to the number of drafts, 3"),
+        ([True, 0, 0, 0], "numbers up to the number of drafts"),
         ([1, 1, 2, 1], "drafts that equal the tokens sampled for the rows before them"),
         ([0, 0, 1, 0], None),
         (None, "a number for each of 4 requests"),

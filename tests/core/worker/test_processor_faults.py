@@ -258,7 +258,7 @@ def test_edits_keep_only_and_set():
 
 def test_on_error_for_a_plugin_that_is_not_on(open_engine):
     with pytest.raises(
-        ConfigError, match=r"plugins.on_error.dens: no plugin 'dens' is enabled whose"
+        ConfigError, match=r"plugins.on_error.dens: no enabled plugin 'dens' has faults"
     ):
         engine_with(open_engine, "Dense", plugins={"on_error": {"dens": "engine"}})
 

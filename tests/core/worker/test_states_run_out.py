@@ -85,8 +85,8 @@ def test_the_reason_of_a_request_that_waits_counts_states(opened):
         engine.step()
         assert engine.why_waiting(first)[0] is None
         assert engine.why_waiting(second)[0].message == (
-            "it needs up to 11 KV blocks, 393 are free (1 for states of layers), of which 5 are "
-            "kept for running requests"
+            "it needs up to 11 KV blocks, 393 are free (1 for states of layers), 5 of them "
+            "reserved for running requests"
         )
 
 

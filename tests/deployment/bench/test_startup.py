@@ -26,13 +26,13 @@ def test_a_start_by_stage(monkeypatch):
         return forked_python().run(command[1:], Path.cwd(), env, stdin=input)
 
     monkeypatch.setattr(startup, "subprocess", SimpleNamespace(run=run))
-    found = startup.start_once(StartupPlan(), ["model=scripted", *SMALL], os.environ)
-    seconds = found["seconds"]
+    record = startup.start_once(StartupPlan(), ["model=scripted", *SMALL], os.environ)
+    seconds = record["seconds"]
     assert list(seconds) == STAGES
-    assert all(one > 0 for one in seconds.values())
+    assert all(duration > 0 for duration in seconds.values())
     total = sum(seconds[name] for name in startup.STAGES)
     assert seconds["to the first token"] == pytest.approx(total)
-    assert found["bytes"]["caller"] > 50 << 20
+    assert record["bytes"]["caller"] > 50 << 20
 
 
 def test_a_process_that_has_ended_has_no_memory():
@@ -50,30 +50,30 @@ def test_cold_and_warm_starts_of_the_real_model():
     settings = ["max_model_len=128", "engine.in_process=false"]
     plan = {"model": "smollm2", "settings": settings, "runs": 1}
     *records, result = measure_startup(plan)
-    assert [one["record"] for one in records] == ["progress", *["progress", "run"] * 2]
+    assert [record["record"] for record in records] == ["progress", *["progress", "run"] * 2]
     assert (result["model"], result["interrupted"]) == ("smollm2", False)
     for name in ("cold", "warm"):
-        found = result["caches"][name]
-        assert found["runs"] == 1
-        assert list(found["seconds"]) == STAGES
-        assert found["bytes"]["largest other process"]["median"] > 100 << 20
+        spreads = result["caches"][name]
+        assert spreads["runs"] == 1
+        assert list(spreads["seconds"]) == STAGES
+        assert spreads["bytes"]["largest other process"]["median"] > 100 << 20
 
 
 def test_cold_and_warm_starts_take_turns(monkeypatch):
-    asked = []
+    kinds = []
 
     def run(plan, settings, environment):
-        cold = [one for one in settings if one.startswith("weight_cache.path=")]
-        asked.append("cold" if cold else "warm")
+        cold = [setting for setting in settings if setting.startswith("weight_cache.path=")]
+        kinds.append("cold" if cold else "warm")
         assert ("hardpoint-cold-" in environment.get("TRITON_CACHE_DIR", "")) is bool(cold)
-        seconds = dict.fromkeys(STAGES, float(len(asked)))
+        seconds = dict.fromkeys(STAGES, float(len(kinds)))
         return {"seconds": seconds, "bytes": {"caller": 1.0}}
 
     forgotten = []
     monkeypatch.setattr(startup, "start_once", run)
     monkeypatch.setattr(startup, "_forget", forgotten.append)
     *_, result = measure_startup({"model": "scripted", "runs": 3})
-    assert asked == ["warm", *["cold", "warm"] * 3]
+    assert kinds == ["warm", *["cold", "warm"] * 3]
     assert forgotten == ["scripted"] * 3
     cold, warm = result["caches"]["cold"], result["caches"]["warm"]
     assert cold["seconds"]["engine"] == {"median": 4.0, "low": 2.0, "high": 6.0}

@@ -38,7 +38,7 @@ def exported(journal, form: str = "redacted") -> list[dict]:
 
 
 def test_requests_are_shown_when_they_came(journal):
-    """Those of another process wait for the step that runs; the call reads the clock of others."""
+    """Arrivals of another process wait for the running step; the call reads other clocks."""
     with_events(
         journal,
         lambda start: [
@@ -71,7 +71,7 @@ def test_the_call_reads_the_clock_first_when_a_request_came(journal):
 
 
 def ids(journal, *requests: EngineCoreRequest) -> list[list[int]]:
-    with_events(journal, lambda _: [Event("add", [arrival_of(one)]) for one in requests])
+    with_events(journal, lambda _: [Event("add", [arrival_of(request)]) for request in requests])
     return [line["hash_ids"] for line in exported(journal)]
 
 

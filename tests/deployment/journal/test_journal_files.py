@@ -30,12 +30,12 @@ def read(path) -> list:
 
 def frames_of(data: bytes) -> list[tuple[int, bytes]]:
     """Return offset and payload of each frame."""
-    found, offset = [], START_BYTES
+    frames, offset = [], START_BYTES
     while offset < len(data):
         length = struct.unpack_from("<I", data, offset)[0]
-        found.append((offset, data[offset + FRAME_BYTES : offset + FRAME_BYTES + length]))
+        frames.append((offset, data[offset + FRAME_BYTES : offset + FRAME_BYTES + length]))
         offset += FRAME_BYTES + length
-    return found
+    return frames
 
 
 def written(path, payloads) -> None:

@@ -78,7 +78,7 @@ def test_another_plugin_is_refused_by_name(journal):
 
 @pytest.fixture
 def other_model(tmp_path):
-    """The journal of a model, in whose place there is another one, with the first own token."""
+    """The journal of a model that another one replaced, with the first differing token."""
     folder = write_scripted_model(tmp_path / "model")
     config = scripted_config(folder, {"engine": {"journal": str(tmp_path / "journal")}})
     with LLM(config=config) as llm:
@@ -114,9 +114,9 @@ def test_a_difference_names_step_request_and_both(tmp_path, scripted):
     expected = event.results[0].step, name, "[5, 5]", str(true)
     write_records(tmp_path / "journal", records)
     report = replay(tmp_path / "journal")
-    found = report.difference
-    assert found is not None
-    assert (found.step, found.request_id, found.recorded, found.own) == expected
+    difference = report.difference
+    assert difference is not None
+    assert (difference.step, difference.request_id, difference.recorded, difference.own) == expected
     assert f"request {name!r}: tokens" in str(report.difference)
 
 
@@ -164,15 +164,15 @@ def test_planned_again_with_another_policy(tmp_path, scripted):
     with LLM(config=config) as llm:
         llm.generate([[7] * 60, [8] * 5], [GREEDY, SamplingParams(max_tokens=2, ignore_eos=True)])
     report = JournalFile(tmp_path / "journal").replan("shortest_first")
-    found = report.difference
-    assert found is not None
-    assert found.step == 1
-    assert found.request_id is not None
-    assert found.request_id.startswith("0-")
-    assert found.recorded.startswith("60 tokens of the plan")
-    assert found.own.startswith("no tokens of the plan")
-    assert "shortest_first: others are before it: " in found.why
-    assert found.why.endswith("as recorded: it runs, 1 run and 1 wait")
+    difference = report.difference
+    assert difference is not None
+    assert difference.step == 1
+    assert difference.request_id is not None
+    assert difference.request_id.startswith("0-")
+    assert difference.recorded.startswith("60 tokens of the plan")
+    assert difference.own.startswith("no tokens of the plan")
+    assert "shortest_first: others are before it: " in difference.why
+    assert difference.why.endswith("as recorded: it runs, 1 run and 1 wait")
 
 
 class Noting(StatSink):
@@ -203,29 +203,29 @@ def test_options_of_what_a_replay_does_without(tmp_path, scripted):
 
 def test_an_export_has_nothing_of_what_was_written(journal, recorded):
     lines = list(JournalFile(journal).export("redacted"))
-    found = [json.loads(line) for line in lines]
-    assert len(found) > 20
+    records = [json.loads(line) for line in lines]
+    assert len(records) > 20
     assert {"timestamp", "input_length", "output_length", "hash_ids", "finish_reason"} <= set(
-        found[0]
+        records[0]
     )
-    numbers = {number for line in found for number in line["hash_ids"]}
+    numbers = {number for line in records for number in line["hash_ids"]}
     assert numbers == set(range(len(numbers)))  # no hash is shown
     assert not any(
-        isinstance(value, str) and len(value) > 12 for line in found for value in line.values()
+        isinstance(value, str) and len(value) > 12 for line in records for value in line.values()
     )
-    ends = {line["finish_reason"] for line in found}
+    ends = {line["finish_reason"] for line in records}
     assert {"length", "abort"} <= ends
-    assert {type(line["request"]) for line in found} == {int}
+    assert {type(line["request"]) for line in records} == {int}
 
 
 def test_an_export_of_mooncakes_form_is_read_by_simulations(journal, tmp_path):
     lines = list(JournalFile(journal).export("mooncake"))
     (tmp_path / "trace").write_text("\n".join(lines))
     requests = read_mooncake(tmp_path / "trace")
-    found = [json.loads(line) for line in lines]
-    assert len(requests) == len(found)
+    records = [json.loads(line) for line in lines]
+    assert len(requests) == len(records)
     for request, line in zip(
-        requests, sorted(found, key=lambda line: line["timestamp"]), strict=True
+        requests, sorted(records, key=lambda line: line["timestamp"]), strict=True
     ):
         assert sum(segment.length for segment in request.prompt) == line["input_length"]
         assert request.output.length == line["output_length"]
@@ -235,12 +235,12 @@ def test_shared_prefixes_share_numbers(tmp_path, scripted):
     extra = {"engine": {"journal": str(tmp_path / "journal")}, "kv_cache": {"block_size": 8}}
     with LLM(config=scripted_config(scripted, extra)) as llm:
         llm.generate([[7] * 20, [7] * 16 + [1] * 4, [1] + [7] * 19], GREEDY)
-    found = [json.loads(line) for line in JournalFile(tmp_path / "journal").export("redacted")]
-    assert [line["hash_ids"] for line in found] == [[0, 1, 2], [0, 1, 3], [4, 5, 6]]
+    records = [json.loads(line) for line in JournalFile(tmp_path / "journal").export("redacted")]
+    assert [line["hash_ids"] for line in records] == [[0, 1, 2], [0, 1, 3], [4, 5, 6]]
 
 
 class LateChange(threading.Thread):
-    """A thread whose change is prepared late: a commit that does not wait for it fails."""
+    """A thread with a late prepare: a commit that does not wait for it fails."""
 
     def run(self):
         if self.name == "hardpoint-change":
@@ -285,7 +285,7 @@ def test_a_failed_step_is_in_the_file(tmp_path, scripted, ring):
     llm = LLM(config=config)
     with pytest.raises((EngineDeadError, PluginFaultError)):
         llm.generate([[7] * 20], GREEDY)
-    events = [one for one in JournalReader(path).records() if isinstance(one, Event)]
+    events = [record for record in JournalReader(path).records() if isinstance(record, Event)]
     failures = [event.failure for event in events if event.failure is not None]
     assert failures
     assert "execute_model" in failures[0].text
@@ -318,11 +318,13 @@ def test_a_request_with_a_callable_is_refused(tmp_path, scripted):
     engine = {"engine": {"journal": str(path), "in_process": True}}
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with LLM(config=scripted_config(scripted, engine)) as llm:
-        given = SamplingParams(max_tokens=4, logits_processors=[lambda _ids, logits: logits])
+        with_callable = SamplingParams(
+            max_tokens=4, logits_processors=[lambda _ids, logits: logits]
+        )
         message = "^request '.*': engine.journal cannot record it: .* a builtins.function cannot"
         for prompts in (["a"], ["a", "b"]):
             with pytest.raises(RequestError, match=message):
-                llm.generate(prompts, [params, given][-len(prompts) :])
+                llm.generate(prompts, [params, with_callable][-len(prompts) :])
         llm.generate("a", params)
     assert replay(path).tokens == 4
 

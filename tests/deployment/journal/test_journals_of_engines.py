@@ -31,10 +31,10 @@ WITHOUT_END = ["the journal has no end: its engine was killed, or is running"]
 
 
 async def tokens_of(llm, prompt, params=PARAMS, **more):
-    found = []
+    token_ids = []
     async for output in llm.generate(prompt, params, **more):
-        found = output.outputs[0].token_ids
-    return found
+        token_ids = output.outputs[0].token_ids
+    return token_ids
 
 
 def check(path, notes=()):
@@ -64,11 +64,11 @@ def test_each_engine_of_a_set_has_its_own(scripted, tmp_path):
         finally:
             await llm.aclose()
 
-    found = asyncio.run(run())
+    results = asyncio.run(run())
     assert names(tmp_path) == ["journal", "journal.engine1"]
     counts = [check(tmp_path / name) for name in names(tmp_path)]
     assert min(counts) >= PARAMS.max_tokens
-    assert sum(counts) == sum(map(len, found))
+    assert sum(counts) == sum(map(len, results))
 
 
 @pytest.mark.parametrize(
@@ -94,22 +94,22 @@ def test_requests_that_go_on_at_an_engine_that_is_started_again(
             expected = await tokens_of(llm, "0 is")
             calls = [asyncio.ensure_future(tokens_of(llm, "0 is")) for _ in range(NUM_REQUESTS)]
             while not all(call.done() for call in calls):
-                if any(one.num_output_tokens for one in await llm.engines.live_requests()):
+                if any(request.num_output_tokens for request in await llm.engines.live_requests()):
                     break
                 await asyncio.sleep(0.01)
             pid = llm.engines[-1].pid
             os.kill(pid, signal.SIGKILL)
-            found = await asyncio.gather(*calls)
+            results = await asyncio.gather(*calls)
             await until(lambda: llm.engines[-1].pid not in (pid, None), "the other engine")
             marked = [
                 tokens_of(llm, f"{index} is", SHORT, tags={"marked": "yes"}) for index in range(4)
             ]
-            return expected, found, await asyncio.gather(*marked)
+            return expected, results, await asyncio.gather(*marked)
         finally:
             await llm.aclose()
 
-    expected, found, marked = asyncio.run(run())
-    assert found == [expected] * NUM_REQUESTS
+    expected, results, marked = asyncio.run(run())
+    assert results == [expected] * NUM_REQUESTS
     assert marked == [[FIRST + 2] * SHORT.max_tokens] * 4
     assert names(tmp_path) == files
     for name in files:
@@ -163,7 +163,7 @@ def adapted(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("own", "recorded"),
+    ("replayed", "recorded"),
     [
         pytest.param("slow", "slow", marks=pytest.mark.nightly),
         ("slow", "at once"),
@@ -171,7 +171,7 @@ def adapted(tmp_path_factory):
         pytest.param("at once", "at once", marks=pytest.mark.nightly),
     ],
 )
-def test_adapters(adapted, tmp_path, monkeypatch, recorded, own):
+def test_adapters(adapted, tmp_path, monkeypatch, recorded, replayed):
     """Workers keep one of three: the others are read again for requests, and that one after sleep.
 
     A replay may have read an adapter before it had been when the journal was recorded, or after.
@@ -186,15 +186,17 @@ def test_adapters(adapted, tmp_path, monkeypatch, recorded, own):
     let_read(monkeypatch, recorded)
     with LLM(str(model), config=config, max_model_len=64) as llm:
         a, b, c = (lora(folder.name, number, folder) for number, folder in enumerate(folders, 1))
-        runs = [llm.generate(prompts, SHORT, lora_request=one) for one in (None, a, b, c)]
+        runs = [llm.generate(prompts, SHORT, lora_request=adapter) for adapter in (None, a, b, c)]
         llm.sleep()
         llm.wake_up()
-        runs += [llm.generate(prompts, SHORT, lora_request=one) for one in (a, [a, b], None)]
-    found = [[one.outputs[0].token_ids for one in run] for run in runs]
-    assert found[0] == found[6]
-    assert found[1] == found[4] != found[2]
-    assert found[5] == [found[1][0], found[2][1]]
-    let_read(monkeypatch, own)
+        runs += [
+            llm.generate(prompts, SHORT, lora_request=adapter) for adapter in (a, [a, b], None)
+        ]
+    tokens = [[output.outputs[0].token_ids for output in run] for run in runs]
+    assert tokens[0] == tokens[6]
+    assert tokens[1] == tokens[4] != tokens[2]
+    assert tokens[5] == [tokens[1][0], tokens[2][1]]
+    let_read(monkeypatch, replayed)
     assert check(tmp_path / "journal") == 14 * SHORT.max_tokens
     with_header(tmp_path / "journal", of_other_torch)
     forced = replay(tmp_path / "journal", anyway=True)

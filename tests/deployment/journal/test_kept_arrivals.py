@@ -21,7 +21,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 def num_kept() -> int:
     gc.collect()
-    return sum(isinstance(found, Arrival) for found in gc.get_objects())
+    return sum(isinstance(item, Arrival) for item in gc.get_objects())
 
 
 def opened(folder, path, **engine):

@@ -44,7 +44,7 @@ def record_until_it_raises(folder, path, **engine) -> None:
 
 @pytest.fixture(scope="module")
 def faulty_ring(scripted, tmp_path_factory):
-    """The ring of an engine whose last step failed; it has lost what was before a keyframe."""
+    """The ring of an engine with a failed last step; it has lost everything before a keyframe."""
     path = tmp_path_factory.mktemp("faulty") / "journal"
     with pytest.MonkeyPatch.context() as recording:
         recording.setattr(Raising, "length", 450)
@@ -56,13 +56,13 @@ def faulty_ring(scripted, tmp_path_factory):
 
 @pytest.fixture
 def faulty(faulty_ring, tmp_path, monkeypatch):
-    """A copy of the ring, and steps that fail where those of its engine did."""
+    """A copy of the ring, and steps that fail as in its engine."""
     monkeypatch.setattr(Raising, "length", 450)
     return shutil.copy(faulty_ring, tmp_path / "journal")
 
 
 def last_part(path) -> None:
-    """Take the last keyframe of a ring, and what is after it, as if there were no more memory."""
+    """Cut a ring before its last keyframe, as if there were no more memory."""
     header, *rest = records_of(path)
     last = max(place for place, record in enumerate(rest) if isinstance(record, Keyframe))
     write_records(path, [header, *rest[last:]])
@@ -83,12 +83,12 @@ def test_a_fault_that_comes_again_is_the_same(faulty, is_late):
 
 def test_a_fault_that_does_not_come_again_is_a_difference(faulty, monkeypatch):
     monkeypatch.setattr(Raising, "error", None)
-    found = replay(faulty).difference
-    assert found is not None
-    assert found.what == "error of the call 'step'"
-    assert found.event == len(records_of(faulty)) - 3
-    assert found.recorded.endswith("RuntimeError: no step today")
-    assert found.own == "none"
+    difference = replay(faulty).difference
+    assert difference is not None
+    assert difference.what == "error of the call 'step'"
+    assert difference.event == len(records_of(faulty)) - 3
+    assert difference.recorded.endswith("RuntimeError: no step today")
+    assert difference.own == "none"
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,9 @@ def test_engines_of_each_kind(scripted, tmp_path, settings, in_process):
     path = tmp_path / "journal"
     engine = {"engine": {"journal": str(path), "in_process": in_process}}
     outputs = generate(scripted_config(scripted, TIGHT | settings | engine))
-    num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    num_tokens = sum(
+        len(completion.token_ids) for output in outputs for completion in output.outputs
+    )
     check_same(path, num_tokens)
 
 
@@ -208,15 +210,15 @@ def test_a_connector_that_knows_later_what_can_be_loaded(scripted, tmp_path, mon
         llm.reset_prefix_cache()
         (output,) = llm.generate([[7] * 60], params)
     assert output.num_cached_tokens > 0
-    look_up, asked = StoresScheduler.get_num_new_matched_tokens, Counter()
+    look_up, lookups = StoresScheduler.get_num_new_matched_tokens, Counter()
 
     def look_up_later(self, request, num_computed_tokens):
-        found = look_up(self, request, num_computed_tokens)
-        if found[0] is None:
-            return found
-        asked[request.request_id] += 1
-        return found if asked[request.request_id] > 3 else (None, False)
+        matched = look_up(self, request, num_computed_tokens)
+        if matched[0] is None:
+            return matched
+        lookups[request.request_id] += 1
+        return matched if lookups[request.request_id] > 3 else (None, False)
 
     monkeypatch.setattr(StoresScheduler, "get_num_new_matched_tokens", look_up_later)
     check_same(path, 12)
-    assert asked.total() == 8
+    assert lookups.total() == 8

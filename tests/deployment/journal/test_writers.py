@@ -49,7 +49,7 @@ def test_an_error_ends_the_journal_and_holds_nobody_up(tmp_path, monkeypatch, ca
 
 
 def test_the_end_of_a_ring_that_is_written_is_logged(tmp_path, caplog):
-    """An engine in a program goes on after an interrupt, of which the file has no more."""
+    """An engine in a program goes on after an interrupt; the file ends there."""
     path = tmp_path / "journal"
     writer = RingWriter(path, 1 << 20, HEADER)
     writer.write(Event("step"))

@@ -63,7 +63,7 @@ def serve(tmp_path):
 
 @pytest.fixture
 def played(monkeypatch):
-    """A process for a connection, in whose place there is an engine of the test."""
+    """A process for a connection, replaced by an engine of the test."""
     there = []
 
     class Sockets(EngineSockets):

@@ -32,11 +32,11 @@ async def test_what_is_begun_ends_and_no_more_begins_once_it_is_closed():
     waits = Waits()
     tokenizer = AsyncTokenizer(waits)
     assert await tokenizer.encode("short") == [5]
-    one = asyncio.create_task(tokenizer.encode(LONG))
+    task = asyncio.create_task(tokenizer.encode(LONG))
     await asyncio.to_thread(waits.begun.wait, PATIENCE_S)
     await asyncio.to_thread(tokenizer.close)
     waits.may_end.set()
-    assert await one == [3000]
+    assert await task == [3000]
     for text in (LONG, "short"):
         with pytest.raises(EngineClosedError, match="^the engine is closed$"):
             await tokenizer.encode(text)

@@ -41,11 +41,11 @@ def test_dying_keeps_the_first_error(state):
 
 def test_a_thread_that_closes_at_death_finds_a_started_one_to_wait_for():
     """An engine may be closed in one thread while its death is found in another."""
-    lifecycle, found = EngineLifecycle(), []
+    lifecycle, idents = EngineLifecycle(), []
 
     def close():
         lifecycle.close()
-        found.append(lifecycle.release.ident)
+        idents.append(lifecycle.release.ident)
 
     closing = threading.Thread(target=close)
 
@@ -58,4 +58,4 @@ def test_a_thread_that_closes_at_death_finds_a_started_one_to_wait_for():
     lifecycle.die(EngineDeadError("gone"), Slow(target=int))
     closing.join()
     lifecycle.release.join()
-    assert found == [lifecycle.release.ident]
+    assert idents == [lifecycle.release.ident]

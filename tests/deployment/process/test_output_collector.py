@@ -52,8 +52,8 @@ class TestDeltas:
         first = completion(reasoning="So", tool_calls=None)
         second = completion(reasoning=".", content="Yes", tool_calls=[call(0, "{", "f")])
         third = completion(content="!", tool_calls=[call(0, "}"), call(1, "", "g")], warning="w")
-        for one in (first, second, third):
-            collector.put(output(one))
+        for part in (first, second, third):
+            collector.put(output(part))
         (held,) = collector.get_nowait().outputs
         assert (held.reasoning, held.content, held.warning) == ("So.", "Yes!", "w")
         assert [(c.index, c.id, c.name, c.arguments) for c in held.tool_calls] == [
@@ -69,7 +69,7 @@ class TestDeltas:
 
     def test_later_ones_are_laid_behind(self):
         collector = RequestOutputCollector(DELTA)
-        one = completion(
+        first = completion(
             text="ab", tokens=(1, 2), cumulative_logprob=-3.0, logprobs=logprobs(1) + logprobs(2)
         )
         two = completion(
@@ -81,7 +81,7 @@ class TestDeltas:
             stop_reason="c",
             metrics=RequestMetrics(num_prompt_tokens=1),
         )
-        collector.put(output(one))
+        collector.put(output(first))
         collector.put(output(two, finished=True))
         held = collector.get_nowait()
         assert held.finished
@@ -202,7 +202,7 @@ Step = st.one_of(
 @examples(200)
 @given(steps=st.lists(Step, max_size=30), kind=st.sampled_from([DELTA, CUMULATIVE]))
 def test_a_reader_at_any_pace_sees_the_same(steps, kind):
-    """None reads; what is put grows each completion. The oracle is a reader who misses nothing."""
+    """Without a reader, outputs grow each completion. The oracle is a reader who misses nothing."""
     collector = RequestOutputCollector(kind)
     whole: dict[int, tuple[str, list[int]]] = {}
     seen: dict[int, tuple[str, list[int]]] = {}

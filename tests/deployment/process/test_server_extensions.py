@@ -13,7 +13,7 @@ from hardpoint.process.server_extensions import server_extensions
 
 
 def hooks_of(**functions):
-    """Return a plugin object whose methods implement hooks of the same names."""
+    """Return a plugin object with methods that implement hooks of the same names."""
     body = {name: hookimpl(function) for name, function in functions.items()}
     return type("Hooks", (), body | {"contract": 1})()
 

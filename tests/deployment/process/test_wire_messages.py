@@ -353,7 +353,7 @@ def test_messages_of_every_step_are_not_tracked_by_the_collector(message):
 
 
 class Engine:
-    """Holds a live request whose parameters hold the engine."""
+    """Holds a live request with parameters that hold the engine."""
 
     def __init__(self):
         params = SamplingParams(logits_processors=[lambda ids, logits: (self, logits)[1]])

@@ -135,8 +135,8 @@ def test_the_pool_is_bounded_however_many_come_back_at_once(sockets):
         assert Decoder().decode(receiver.recv_multipart()) == [number] * 1000
     wait_until(lambda: done(tracker))
     assert tracker.num_free == tracker._max_free == 4
-    kept = [tracker.buffer() for _ in range(4)]
-    assert all(any(one is buffer for buffer in buffers) for one in kept)
+    reused = [tracker.buffer() for _ in range(4)]
+    assert all(any(pooled is buffer for buffer in buffers) for pooled in reused)
     assert not any(tracker.buffer() is buffer for buffer in buffers)
 
 

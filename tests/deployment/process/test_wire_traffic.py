@@ -35,7 +35,7 @@ def line():
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """By name; those of 256 bytes and more are to be frames."""
+    """By name; tensors of 256 bytes and more are to be frames."""
     drawn = torch.Generator().manual_seed(5)
     noise = torch.randn(4000, generator=drawn)
     return {
@@ -105,14 +105,14 @@ class TestTensors:
 def test_what_is_sent_is_kept_until_it_is_read_and_no_longer(line):
     sockets, engine = line
     arrays = [np.full(1 << 21, number, dtype=np.uint8) for number in range(8)]
-    kept = [weakref.ref(array) for array in arrays]
+    references = [weakref.ref(array) for array in arrays]
     for number, array in enumerate(arrays):
         sockets.send(ADD, request(f"r{number}", kv_transfer_params={"block": array}))
     del array
     arrays.clear()
     gc.collect()
     sockets.send(ABORT, ["r"])
-    assert kept[-1]() is not None
+    assert references[-1]() is not None
     for number in range(8):
         _, *frames = engine.heard()
         got = Decoder(EngineCoreRequest).decode(frames).kv_transfer_params["block"]
@@ -121,7 +121,9 @@ def test_what_is_sent_is_kept_until_it_is_read_and_no_longer(line):
     engine.heard()
 
     # ZMQ's thread lets go of the last one a moment after it was read.
-    wait_until(lambda: not any(each() is not None for each in kept), what="the arrays to be let go")
+    wait_until(
+        lambda: not any(each() is not None for each in references), what="the arrays to be let go"
+    )
 
 
 def test_many_threads_send_whole_messages_each_in_its_order(line, monkeypatch):

@@ -51,7 +51,7 @@ def expected(model):
                 SamplingParams(max_tokens=length, temperature=0.8, seed=n, ignore_eos=True)
                 for n in range(len(prompts))
             ]
-            return [one.outputs[0].text for one in llm.generate(prompts, params)]
+            return [output.outputs[0].text for output in llm.generate(prompts, params)]
 
         yield texts
 
@@ -75,8 +75,8 @@ class Served:
     def running(self):
         from ray import serve
 
-        found = serve.status().applications["hp"].deployments["engines"].replica_states
-        return found.get("RUNNING", 0)
+        states = serve.status().applications["hp"].deployments["engines"].replica_states
+        return states.get("RUNNING", 0)
 
     def text(self, n, prompt, length=LENGTH):
         response = self.client.post("/v1/completions", json=body(n, prompt, length))
@@ -86,8 +86,8 @@ class Served:
     def stream(self, n, prompt, length=LENGTH, began=None):
         """Return the text of a stream, and how often it was resumed."""
         text, resumes = "", 0
-        asked = body(n, prompt, length) | {"stream": True}
-        with self.client.stream("POST", "/v1/completions", json=asked) as response:
+        request = body(n, prompt, length) | {"stream": True}
+        with self.client.stream("POST", "/v1/completions", json=request) as response:
             assert response.status_code == 200
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
@@ -150,8 +150,8 @@ def test_engines_of_two_nodes_give_the_tokens_of_one(served, expected):
     assert texts == expected(prompts)
     assert [text for text, _ in streams] == texts
     assert app.client.get("/health").status_code == 200
-    asked = body(0, "x", 2) | {"temperature": -1}
-    assert app.client.post("/v1/completions", json=asked).status_code == 400
+    invalid = body(0, "x", 2) | {"temperature": -1}
+    assert app.client.post("/v1/completions", json=invalid).status_code == 400
 
 
 def test_streams_go_on_when_an_engine_is_killed(served, expected):
@@ -164,9 +164,9 @@ def test_streams_go_on_when_an_engine_is_killed(served, expected):
         for _ in prompts:
             assert began.acquire(timeout=PATIENCE_S)
         os.kill(killed[0], signal.SIGKILL)
-        found = [one.result() for one in streams]
-    assert [text for text, _ in found] == expected(prompts, 1500)
-    assert any(resumes for _, resumes in found)
+        results = [stream.result() for stream in streams]
+    assert [text for text, _ in results] == expected(prompts, 1500)
+    assert any(resumes for _, resumes in results)
     wait_until(lambda: app.num_engines() == 2, PATIENCE_S, "another engine")
     assert app.pids()[0] != killed[0]
     assert app.pids()[1] == killed[1]
@@ -177,11 +177,11 @@ def test_a_client_that_goes_ends_its_request(served):
 
     def running():
         lines = app.client.get("/metrics").text.splitlines()
-        values = [one.split()[-1] for one in lines if one.startswith(RUNNING)]
+        values = [line.split()[-1] for line in lines if line.startswith(RUNNING)]
         return sum(map(float, values))
 
-    asked = body(1, "long", 3900) | {"stream": True}
-    with app.client.stream("POST", "/v1/completions", json=asked) as response:
+    request = body(1, "long", 3900) | {"stream": True}
+    with app.client.stream("POST", "/v1/completions", json=request) as response:
         lines = response.iter_lines()  # kept, for the stream ends with it
         next(lines)
         wait_until(lambda: running() == 1, PATIENCE_S, "the request to run")
@@ -213,7 +213,7 @@ def test_engines_follow_the_work_that_waits(served, expected):
             wait_until(lambda: app.num_engines() == 2, PATIENCE_S, "a second engine")
         finally:
             ended.set()
-        found = [one.result() for one in works]
+        results = [job.result() for job in works]
         ended.clear()
         light = pool.submit(work, 5)  # one request at a time, while an engine goes
         try:
@@ -221,8 +221,8 @@ def test_engines_follow_the_work_that_waits(served, expected):
             wait_until(lambda: app.num_engines() == 1, PATIENCE_S, "one engine of the ingress")
         finally:
             ended.set()
-        found.append(light.result())
-    for texts, text in zip(found, expected(prompts), strict=True):
+        results.append(light.result())
+    for texts, text in zip(results, expected(prompts), strict=True):
         assert set(texts) == {text}
 
 
@@ -239,11 +239,11 @@ def test_streams_go_on_when_the_other_node_is_killed(served, expected, nodes):
             for _ in prompts:
                 assert began.acquire(timeout=PATIENCE_S)
             nodes.kill_second()
-            found = [one.result() for one in streams]
+            results = [stream.result() for stream in streams]
     finally:
         nodes.add()
-    assert [text for text, _ in found] == expected(prompts, 1500)
-    assert any(resumes for _, resumes in found)
+    assert [text for text, _ in results] == expected(prompts, 1500)
+    assert any(resumes for _, resumes in results)
     wait_until(lambda: app.num_engines() == 2, PATIENCE_S, "another engine")
     assert app.text(0, prompts[0]) == expected(prompts)[0]
 

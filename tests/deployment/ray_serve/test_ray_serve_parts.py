@@ -24,16 +24,16 @@ NEEDED = r"hardpoint.ray_serve: expected ray\[serve\]>=2.60,<2.61, for request r
 @pytest.fixture
 def fresh_import(monkeypatch):
     """Import the package as if it had not been imported."""
-    for name in [one for one in sys.modules if one.startswith("hardpoint.ray_serve")]:
+    for name in [module for module in sys.modules if module.startswith("hardpoint.ray_serve")]:
         monkeypatch.delitem(sys.modules, name)
     return lambda: importlib.import_module("hardpoint.ray_serve")
 
 
-@pytest.mark.parametrize(("found", "shown"), [("2.55.1", "2.55.1"), ("2.61.0", "2.61.0")])
+@pytest.mark.parametrize(("version", "shown"), [("2.55.1", "2.55.1"), ("2.61.0", "2.61.0")])
 def test_another_version_of_ray_is_refused_before_it_is_imported(
-    fresh_import, monkeypatch, found, shown
+    fresh_import, monkeypatch, version, shown
 ):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with pytest.raises(ConfigError, match=f"{NEEDED}.* got {shown}; pip install"):
         fresh_import()
 
@@ -161,7 +161,9 @@ def route(ray_serve):
     router.initialize_state()
 
     async def ask(address, ids):
-        replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=one)) for one in ids]
+        replicas = [
+            SimpleNamespace(replica_id=SimpleNamespace(unique_id=replica_id)) for replica_id in ids
+        ]
         vars(router)["_replicas"] = dict(zip(ids, replicas, strict=True))  # as Ray keeps them
         pending = SimpleNamespace(
             args=[address],
@@ -170,8 +172,8 @@ def route(ray_serve):
         )
         ranks = await router.choose_replicas(replicas, pending)
         assert pending.routing_context.should_backoff
-        found = [[one.replica_id.unique_id for one in rank] for rank in ranks]
-        return found, pending.future.exception() if pending.future.done() else None
+        ids_by_rank = [[replica.replica_id.unique_id for replica in rank] for rank in ranks]
+        return ids_by_rank, pending.future.exception() if pending.future.done() else None
 
     return lambda address, ids: asyncio.run(ask(address, ids))
 

@@ -53,8 +53,8 @@ def change(monkeypatch):
         actions = []
         monkeypatch.setattr(Engine, "call", answered([], actions))
         changes = ChangeOwner(owner, [], lingers=False)
-        asked = ChangeRequest.of("set_config()", config={"scheduler.max_waiting": 7})
-        with changes.begin(asked) as (steps, _):
+        request = ChangeRequest.of("set_config()", config={"scheduler.max_waiting": 7})
+        with changes.begin(request) as (steps, _):
             answer = None
             while (action := next_of(steps, answer)) is not None:
                 answer = None
@@ -79,7 +79,7 @@ def answered(result, calls):
 
 
 def restarting(world, group):
-    """Let engine 1 die; return what ends the start of the next one, and waits until it serves."""
+    """Let engine 1 die; return a function that ends the next start and waits until it serves."""
     world.hold = threading.Event()
     world.of(1).die(killed=True)
     wait_until(lambda: world.num_spawned == 3, what="the restart")

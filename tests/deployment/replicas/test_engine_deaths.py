@@ -151,11 +151,11 @@ def test_a_request_that_kills_engines_takes_two_and_ends_no_other(world):
     """Suspects go on one at a time, so the second death names the culprit."""
     group = world.group(4, max_resumes=3)
     requests = [request(f"r{i}", data_parallel_rank=0) for i in range(4)]
-    for one in requests:
-        one.data_parallel_rank = None
+    for member in requests:
+        member.data_parallel_rank = None
     bystanders = names("b", 3)
-    for one, rank in zip(bystanders, (1, 2, 3), strict=True):
-        one.data_parallel_rank = rank
+    for bystander, rank in zip(bystanders, (1, 2, 3), strict=True):
+        bystander.data_parallel_rank = rank
     group.add_requests(bystanders)
     ledger = group._ledger
     group.add_requests(requests)
@@ -165,7 +165,7 @@ def test_a_request_that_kills_engines_takes_two_and_ends_no_other(world):
     culprit, deaths = "r2", []
 
     def run() -> None:
-        """Let engines compute; those that have the culprit in a step die."""
+        """Let engines compute; engines with the culprit in a step die."""
         for engine in list(world.engines):
             if engine in deaths:
                 continue
@@ -284,7 +284,7 @@ def test_tokens_of_other_weights_do_not_go_on_as_if_nothing_had_happened(world, 
         )
     else:
         assert "r1" in world.of(0).ids
-    resumed = next(one for one in world.of(0).sent if one.request_id == "r3").resumed
+    resumed = next(sent for sent in world.of(0).sent if sent.request_id == "r3").resumed
     assert (resumed.output_token_ids, resumed.weight_runs, resumed.num_resumes) == ([6], runs, 1)
 
 
@@ -310,13 +310,13 @@ def test_all_that_came_of_a_request_goes_with_it(world):
     second.give("r2", 4)
     second.die(killed=True)
     last = next(e for e in world.engines if e.start.engine_index in group.pids)
-    resumed = next(one for one in last.sent if one.request_id == "r2").resumed
+    resumed = next(sent for sent in last.sent if sent.request_id == "r2").resumed
     assert (resumed.output_token_ids, resumed.num_resumes) == ([1, 2, 3, 4], 2)
 
 
 def test_a_pooling_request_begins_anew(world):
     group = world.group(2)
-    one = msgspec.structs.replace(request("a"), pooling_params=PoolingParams(task="embed"))
-    group.add_request(one)
+    pooling = msgspec.structs.replace(request("a"), pooling_params=PoolingParams(task="embed"))
+    group.add_request(pooling)
     world.of(0).die(killed=True)
     assert world.of(1).sent[0].resumed is None

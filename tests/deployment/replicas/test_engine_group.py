@@ -149,13 +149,13 @@ def test_a_call_goes_to_all_and_one_answer_is_made(world):
             {"x": StepFault(5, "one"), "y": StepFault(1, "three")},
         ),
     }
-    for method, (given, expected) in answers.items():
+    for method, (results, expected) in answers.items():
         future = group.call(method, 1)
-        for engine, answer in reversed(list(zip(world.engines, given, strict=True))):
+        for engine, answer in reversed(list(zip(world.engines, results, strict=True))):
             assert not future.done()
-            name, args, own = engine.calls[-1]
+            name, args, engine_future = engine.calls[-1]
             assert (name, args) == (method, (1,))
-            own.set_result(answer)
+            engine_future.set_result(answer)
         assert future.result(0) == expected
 
 
@@ -163,8 +163,8 @@ def test_a_partial_failure_names_the_engines(world):
     group = world.group(3)
     future = group.call("reset_prefix_cache")
     for rank, outcome in enumerate((None, RequestError("no such level"), None)):
-        own = world.of(rank).calls[-1][2]
-        own.set_exception(outcome) if outcome else own.set_result(None)
+        engine_future = world.of(rank).calls[-1][2]
+        engine_future.set_exception(outcome) if outcome else engine_future.set_result(None)
     with pytest.raises(RequestError, match=r"^engine 1: no such level; 2 of 3 engines succeeded$"):
         future.result(0)
 
@@ -213,8 +213,8 @@ def test_each_engine_is_asked_why_its_own_requests_wait(world):
     group = world.group(2)
     group.add_requests(names("r", 4))
     future = group.call("why_waiting", ["r3", "r0", "r2"])
-    asked = [engine.calls[-1][1][0] for engine in world.engines]
-    assert asked == [["r0", "r2"], ["r3"]]
+    ids_by_engine = [engine.calls[-1][1][0] for engine in world.engines]
+    assert ids_by_engine == [["r0", "r2"], ["r3"]]
     world.of(0).calls[-1][2].set_result(["because", None])
     world.of(1).calls[-1][2].set_result(["therefore"])
     assert future.result(0) == ["therefore", "because", None]
@@ -255,8 +255,8 @@ def test_cancelling_a_call_cancels_it_everywhere(world):
 
 def test_requests_that_time_out_keep_the_time_that_is_left(world):
     group = world.group(2)
-    one = msgspec.structs.replace(request("a"), timeout=600.0)
-    group.add_request(one)
+    timed = msgspec.structs.replace(request("a"), timeout=600.0)
+    group.add_request(timed)
     world.of(0).die(killed=True)
     assert 0 < world.of(1).sent[0].timeout <= 600.0
 

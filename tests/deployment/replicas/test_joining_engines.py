@@ -119,7 +119,7 @@ def test_a_first_message_that_is_malformed_ends_an_engine(head):
     peer.join()
     place.joined()
     peer.send(MessageKind.READY, b"\xc1")
-    assert "sent a message that is none" in place.failure()
+    assert "sent a malformed message" in place.failure()
 
 
 def test_what_differs_is_named_with_both_sides(head):
@@ -143,7 +143,7 @@ def test_what_differs_is_named_with_both_sides(head):
 
 
 def test_engines_that_go_on_with_requests_of_others_have_processors_of_one_kind(head):
-    """That of the first one; a head without engines of its own may have another."""
+    """The kind of the first engine; a head without engines of its own may have another."""
     first, place = head.host(0), head.host(1)
     head.peer().join(rank=0, processor="x86_64 avx512f")
     first.joined()
@@ -163,9 +163,9 @@ def test_a_processor_is_known_by_what_kernels_differ_in(tmp_path):
     card = tmp_path / "driver" / "nvidia" / "gpus" / "0000"
     card.mkdir(parents=True)
     (card / "information").write_text("Model: \t NVIDIA H100\nIRQ: 1\n")
-    found = processor(tmp_path)
-    assert found.endswith(" AuthenticAMD avx2 avx512f fma NVIDIA H100")
-    assert processor(tmp_path / "none") == found.partition(" ")[0]
+    description = processor(tmp_path)
+    assert description.endswith(" AuthenticAMD avx2 avx512f fma NVIDIA H100")
+    assert processor(tmp_path / "none") == description.partition(" ")[0]
 
 
 def test_a_rank_has_one_owner(head):
@@ -236,8 +236,8 @@ def test_silent_connections_take_no_place(head):
     place, peer = head.host(), head.peer()
     peer.join()
     place.joined()
-    for one in mute:
-        one.close()
+    for connection in mute:
+        connection.close()
 
 
 def test_an_engine_that_declines_leaves_its_place(head, caplog):
@@ -270,7 +270,7 @@ def test_garbage_ends_its_engine_alone(head, frames):
     good.join(rank=1)
     other.joined()
     peer.send(*frames)
-    words = "the joined engine process (pid 4711 on there) sent a message that is none"
+    words = "the joined engine process (pid 4711 on there) sent a malformed message"
     assert place.failure().startswith(words)
     assert peer.get(MessageKind.GONE)[1] == peer.session
     good.send(MessageKind.BEAT, b"\x00", b"")
@@ -369,7 +369,7 @@ def test_texts_of_an_engine_are_one_line_of_the_log(head, caplog):
 
 
 def zmtp(frames, *, more):
-    """Return frames of ZMTP, the last of which may promise another one."""
+    """Return frames of ZMTP; the last one may promise another one."""
     data = b""
     for index, frame in enumerate(frames):
         flags = int(more or index + 1 < len(frames)) | 2
@@ -462,7 +462,7 @@ def test_keys_decide_who_may_join(tmp_path, caplog):
         other, late = head.host(1), head.peer(beta)
         late.socket.send_multipart([MessageKind.HELLO, b"", encode(HELLO)])
         wait_until(lambda: "refused attempts" in caplog.text, PATIENCE_S, "the refusal")
-        assert "the last one: a key that is not among those that may join" in caplog.text
+        assert "the last one: a key that is not among the keys that may join" in caplog.text
         plain = head.peer()
         plain.socket.send_multipart([MessageKind.HELLO, b"", encode(HELLO)])
         new = client_keys(str(make_client(str(keys), "gamma")), "--keys")
@@ -522,7 +522,7 @@ def test_settings_that_do_not_fit_each_other():
         ({"data": 2, "join_address": "tcp://a:1"}, "parallel.join_address: tcp://a:1 can be reach"),
         (
             {"ray": RayConfig(), "keys": "k"},
-            "parallel.keys: expected none with parallel.ray, who",
+            "parallel.keys: expected none with parallel.ray: its",
         ),
         ({"ray": RayConfig(), "local": 1}, "parallel.local: expected fewer than the 1 engines of "),
         ({"ray": RayConfig(), "join_address": "a"}, "parallel.join_address: expected tcp://HOST:"),
@@ -539,17 +539,17 @@ def test_settings_that_do_not_fit_each_other():
 
 
 def entry(name="a", **fields):
-    given = {"kind": "samplers", "value": f"acme:{name}", "distribution": "acme", "version": "1"}
-    return PluginEntry(name=name, **(given | fields))
+    defaults = {"kind": "samplers", "value": f"acme:{name}", "distribution": "acme", "version": "1"}
+    return PluginEntry(name=name, **(defaults | fields))
 
 
 def test_plugins_must_be_enabled_there():
-    own = Manifest(hardpoint="1", entries=(entry("a"), entry("b", options={"x": 1})))
+    manifest = Manifest(hardpoint="1", entries=(entry("a"), entry("b", options={"x": 1})))
     fewer = Manifest(hardpoint="1", entries=(entry("b", options={"x": 1}, origin="other"),))
-    check_manifest(fewer, own, "tcp://h:1")
-    check_manifest(NO_PLUGINS, own, "tcp://h:1")
+    check_manifest(fewer, manifest, "tcp://h:1")
+    check_manifest(NO_PLUGINS, manifest, "tcp://h:1")
     frontend = entry("c", kind="balancers")
-    check_manifest(Manifest(hardpoint="1", entries=(frontend,)), own, "tcp://h:1")
+    check_manifest(Manifest(hardpoint="1", entries=(frontend,)), manifest, "tcp://h:1")
     for wrong, words in (
         (entry("c"), "the head tcp://h:1 has it enabled, the configuration on "),
         (entry("a", value="evil:a"), "the head tcp://h:1 has it enabled, the configuration on "),
@@ -557,7 +557,7 @@ def test_plugins_must_be_enabled_there():
         (entry("b", options={"y": 1}), "options: the head tcp://h:1 has others, of y, here on "),
     ):
         with pytest.raises(PluginLoadError) as refused:
-            check_manifest(Manifest(hardpoint="1", entries=(wrong,)), own, "tcp://h:1")
+            check_manifest(Manifest(hardpoint="1", entries=(wrong,)), manifest, "tcp://h:1")
         assert words in str(refused.value)
 
 

@@ -24,7 +24,7 @@ LEAVING = EngineLoad(num_running=0, num_waiting=0, kv_cache_usage=0.0, is_leavin
 
 @pytest.fixture
 def one_dead(world):
-    """Return a function that opens two engines, of which one is dead for good."""
+    """Return a function that opens two engines, one of them dead for good."""
 
     def opened(dead):
         group = world.group(2)

@@ -1,4 +1,4 @@
-"""The index of cached prefixes, beside one that keeps whole prefixes of tokens."""
+"""The index of cached prefixes, compared with one that keeps whole prefixes of tokens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def key(request):
 
 
 class NaiveEngine:
-    """The cache of an engine: each block is what it depends on, and all tokens up to its end.
+    """The cache of an engine: each block is its key's contents and all tokens up to its end.
 
     Steps with changes are counted from 1 here, so that `num_events` is the number of the last.
     """
@@ -124,7 +124,7 @@ class NaiveEngine:
         self.answer = self.log.all_of(self.blocks.values()), self.num_events, set(self.blocks)
 
     def restore(self, index):
-        """Give the index the last answer, which may be older or newer than what it has read."""
+        """Give the index the last answer, which may be older or newer than its last change."""
         if self.answer is None:
             return
         answer, number, blocks = self.answer
@@ -136,7 +136,9 @@ class NaiveEngine:
 
     def cached_tokens(self, request):
         contents = self.contents(request)[: (len(request.prompt_token_ids) - 1) // SIZE]
-        count = next((i for i, one in enumerate(contents) if one not in self.known), len(contents))
+        count = next(
+            (i for i, content in enumerate(contents) if content not in self.known), len(contents)
+        )
         return count * SIZE
 
 
@@ -207,7 +209,7 @@ class TestWhatIsFound:
         index, request, walks = PrefixIndex(SIZE), prompt(range(41)), []
         walk = index.cached_prefix_tokens
         monkeypatch.setattr(
-            index, "cached_prefix_tokens", lambda asked: walks.append(asked) or walk(asked)
+            index, "cached_prefix_tokens", lambda walked: walks.append(walked) or walk(walked)
         )
         for rank in (0, 1):
             index.apply(rank, stored(request, end=rank + 1))
@@ -293,7 +295,7 @@ class TestMissingChanges:
 
     def test_what_was_removed_since_does_not_come_back(self):
         index, request = PrefixIndex(SIZE), prompt(range(41))
-        keys = [one[:8] for one in hashes_of(request)]
+        keys = [block_hash[:8] for block_hash in hashes_of(request)]
         index.apply(0, KVCacheChanges(first=7, last=7, removed={keys[3]}))
         answer = KVCacheChanges(first=0, last=6, cleared=True, stored=set(keys))
         assert index.restore(0, answer)
@@ -302,7 +304,9 @@ class TestMissingChanges:
     def test_an_answer_that_is_newer_replaces_all(self):
         index, request = PrefixIndex(SIZE), prompt(range(41))
         index.apply(0, stored(request, 1, end=3))
-        keys = {one[:8] for one in hashes_of(request)[:1]}  # it was cleared, which is lost
+        keys = {
+            block_hash[:8] for block_hash in hashes_of(request)[:1]
+        }  # it was cleared, which is lost
         assert index.restore(0, KVCacheChanges(first=0, last=3, cleared=True, stored=keys))
         assert index.apply(0, stored(request, 4, start=1, end=2))
         assert index.cached_prefix_tokens(request) == {0: 8}
@@ -334,7 +338,7 @@ class TestMissingChanges:
         ((name, answer),) = calls
         index.follow(0, stored(request, 9, end=1), call)
         assert (name, len(calls)) == ("cached_blocks", 1)
-        keys = {one[:8] for one in hashes_of(request)}
+        keys = {block_hash[:8] for block_hash in hashes_of(request)}
         old, new = (KVCacheChanges(first=0, last=n, cleared=True, stored=keys) for n in (6, 9))
         answer.set_result(old)
         assert index.cached_prefix_tokens(request) == {0: 4}
@@ -352,7 +356,7 @@ class TestMissingChanges:
         index.follow(0, stored(request, 5, end=1), call)
         index.remove_engine(0)
         index.follow(0, stored(request, 3, end=2), call)
-        keys = {one[:8] for one in hashes_of(request)}
+        keys = {block_hash[:8] for block_hash in hashes_of(request)}
         for future, blocks in zip(calls, (keys, set()), strict=True):
             future.set_result(KVCacheChanges(first=0, last=3, cleared=True, stored=blocks))
         assert index.cached_prefix_tokens(request) == {0: 8}
@@ -379,7 +383,7 @@ class TestMissingChanges:
     def test_too_many_removed_blocks_need_a_newer_answer(self, monkeypatch):
         monkeypatch.setattr(prefix_index, "MOST_REMOVED", 3)
         index, request = PrefixIndex(SIZE), prompt(range(41))
-        keys = [one[:8] for one in hashes_of(request)]
+        keys = [block_hash[:8] for block_hash in hashes_of(request)]
         index.apply(0, stored(request, 5, end=1))
         assert not index.apply(0, KVCacheChanges(first=6, last=6, removed=set(keys[4:])))
         answer = KVCacheChanges(first=0, last=5, cleared=True, stored=set(keys))
@@ -427,12 +431,12 @@ class TestBounds:
 
 @pytest.mark.timing
 def test_a_look_up_takes_microseconds():
-    """Prints what it takes; the limits are wide, for machines that others use too."""
+    """Prints the time of a look-up; the limits are wide, for machines that others use too."""
     blocks = BlockHashes(16)
     for num_engines in (4, 64):
         index = PrefixIndex(16)
         request = prompt(range(2000))
-        keys = [one[:8] for one in blocks.of_prompt(request)]
+        keys = [block_hash[:8] for block_hash in blocks.of_prompt(request)]
         for rank in range(num_engines):
             count = len(keys) * (rank + 1) // num_engines
             index.apply(rank, KVCacheChanges(first=0, last=0, stored=set(keys[:count])))

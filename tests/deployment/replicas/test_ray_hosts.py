@@ -34,7 +34,7 @@ from hardpoint.toolkit.ray_cluster import RayNode
 
 
 class PlayedActor:
-    """An actor; what it is to run is kept."""
+    """An actor that keeps its launch."""
 
     def __init__(self, launch_of):
         self.node = RayNode("f" * 20, "10.0.0.7", "b", {})
@@ -79,7 +79,7 @@ class NoLocal:
 
 
 class Places:
-    """The hosts of a head, and what is started with them."""
+    """The hosts of a head, and the processes started with them."""
 
     def __init__(self, config):
         self.config = config
@@ -139,8 +139,8 @@ class Places:
         for host in self.open:
             host.close(0)
         self.returned()
-        for one in (*self.peers, *self.sockets, self.hosts):
-            one.close()
+        for resource in (*self.peers, *self.sockets, self.hosts):
+            resource.close()
 
 
 @pytest.fixture
@@ -157,9 +157,9 @@ def places(scripted, monkeypatch):
         return opened[-1]
 
     yield open_places
-    for one in opened:
-        one.close()
-        assert one.cluster.is_closed
+    for place in opened:
+        place.close()
+        assert place.cluster.is_closed
 
 
 def test_an_engine_joins_with_the_key_of_its_launch_which_ends_with_it(places):
@@ -215,14 +215,14 @@ def test_an_actor_that_dies_before_it_has_joined_ends_its_launch(places):
 
 def test_a_plugin_that_the_program_defines_itself_is_refused(places):
     started = places()
-    own = {
+    fields = {
         "kind": "samplers",
         "name": "a",
         "value": "__main__:A",
         "distribution": "",
         "version": "",
     }
-    manifest = msgspec.structs.replace(NO_PLUGINS, entries=(PluginEntry(**own),))
+    manifest = msgspec.structs.replace(NO_PLUGINS, entries=(PluginEntry(**fields),))
     _, errors = started.launch(0, manifest, b"pickled")
     started.returned()
     assert isinstance(errors[0], PluginLoadError)
@@ -290,7 +290,7 @@ def test_an_address_that_other_nodes_do_not_reach_is_refused(places, monkeypatch
     monkeypatch.setattr(PlayedCluster, "nodes", [RayNode("e" * 20, "10.0.0.7", "b", {})])
     message = (
         r"^parallel.join_address: expected an address of this node that Ray node 10.0.0.7 \(b, id "
-        r"eeeeeeeeeeee\) reaches, got none, and that of this node in Ray is 127.0.0.1$"
+        r"eeeeeeeeeeee\) reaches, got none, and the address of this node in Ray is 127.0.0.1$"
     )
     with pytest.raises(ConfigError, match=message):
         places()

@@ -42,19 +42,19 @@ def change(text):
 
 
 def test_an_answer_to_a_change_that_is_undone_is_none_to_the_next(sent, frontends):
-    own = Changes([frontends])
-    own.prepare(change("first"), object())
+    changes = Changes([frontends])
+    changes.prepare(change("first"), object())
     wait_until(lambda: len(sent) == 1)
-    own.undo()  # an engine has refused it
-    own.prepare(change("second"), object())
+    changes.undo()  # an engine has refused it
+    changes.prepare(change("second"), object())
     wait_until(lambda: len(sent) == 2)
     (_, first, _), (_, second, _) = sent
     frontends.answer("W", first, None, "")
     wait_until(lambda: ["undo", first, None] in sent)
-    assert not own.is_prepared()
+    assert not changes.is_prepared()
     frontends.answer("W", second, "other", "it cannot")
     with pytest.raises(HardpointError, match="it cannot"):
-        wait_until(own.is_prepared)
+        wait_until(changes.is_prepared)
     assert ["undo", second, None] in sent
 
 
@@ -88,8 +88,8 @@ class Engine:
     def __init__(self):
         self.finished, self.goes_on = [], asyncio.Event()
 
-    async def follow_change(self, asked):
-        if asked.origin == "refused":
+    async def follow_change(self, request):
+        if request.origin == "refused":
             raise HardpointError("not here")
         await self.goes_on.wait()
 
@@ -130,7 +130,7 @@ async def test_a_worker_reads_on_while_it_prepares_and_takes_part_in_one_change(
     assert engine.finished == ["undo", "commit", "keep"]
     await tell(step("prepare", 4, "refused"), step("prepare", 5, "after"))
     await until(lambda: len(client.answers) >= 5, "the others")
-    assert [one[1] for one in client.answers if one[3] == "not here"] == [4]
+    assert [answer[1] for answer in client.answers if answer[3] == "not here"] == [4]
     await tell(step("undo", 4), step("prepare", 6, "last"))
     await until(lambda: ("change_state", 6, None, "") in client.answers, "the last")
     await tell(step("commit", 6))

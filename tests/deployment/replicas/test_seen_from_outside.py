@@ -15,8 +15,8 @@ from hardpoint.replicas.statistics import PrefillRate
 
 
 def stats(total, **fields):
-    given = {"num_running": 1, "num_waiting": 0, "kv_cache_usage": 0.5} | fields
-    return SchedulerStats(prefix_cache=PrefixCacheStats(total, total, total), **given)
+    known = {"num_running": 1, "num_waiting": 0, "kv_cache_usage": 0.5} | fields
+    return SchedulerStats(prefix_cache=PrefixCacheStats(total, total, total), **known)
 
 
 def report(engine, total, **fields):
@@ -24,7 +24,7 @@ def report(engine, total, **fields):
 
 
 def totals(scheduler):
-    return {rank: one.prefix_cache.requests for rank, one in scheduler.engines.items()}
+    return {rank: engine.prefix_cache.requests for rank, engine in scheduler.engines.items()}
 
 
 def answer(engine, result, place=-1):
@@ -69,7 +69,7 @@ class TestPaused:
         assert world.of(1).ids == ["r"]
         world.of(0).calls[-1][2].set_exception(EngineDeadError("no"))
         answer(world.of(0), False)
-        assert [one.state for one in group.load().engines] == ["serving", "serving"]
+        assert [engine.state for engine in group.load().engines] == ["serving", "serving"]
 
 
 class TestLoad:
@@ -78,12 +78,12 @@ class TestLoad:
         group.add_requests(names("r", 2))
         group.call("pause", rank=2)
         load = group.load()
-        assert [(one.rank, one.state, one.in_flight) for one in load.engines] == [
+        assert [(engine.rank, engine.state, engine.in_flight) for engine in load.engines] == [
             (0, "serving", 1),
             (1, "serving", 1),
             (2, "paused", 0),
         ]
-        assert [one.waiting_prompt_tokens for one in load.engines] == [3, 3, 0]
+        assert [engine.waiting_prompt_tokens for engine in load.engines] == [3, 3, 0]
         assert (load.in_flight, load.waiting_prompt_tokens) == (2, 6)
         assert (load.prefill_tokens_per_second, load.waiting_prompt_seconds) == (None, None)
 
@@ -101,9 +101,9 @@ class TestLoad:
     def test_the_dead_and_those_that_start(self, world):
         group = world.group(2)
         world.of(1).die()
-        assert [one.state for one in group.load().engines] == ["serving", "dead"]
+        assert [engine.state for engine in group.load().engines] == ["serving", "dead"]
         group.retire([1], 0.0)
-        assert [one.state for one in group.load().engines] == ["serving"]
+        assert [engine.state for engine in group.load().engines] == ["serving"]
 
     def test_what_lies_a_minute_back_counts_half(self):
         rate = PrefillRate()
@@ -124,7 +124,7 @@ class TestStatistics:
         seen = world.received[-1].scheduler_stats
         assert totals(seen) == {0: 3, 1: 5}
         assert (seen.num_running, seen.prefix_cache.requests) == (5, 8)
-        assert [one.num_running for one in seen.engines.values()] == [1, 4]
+        assert [engine.num_running for engine in seen.engines.values()] == [1, 4]
 
     def test_totals_do_not_fall_when_one_is_restarted(self, world):
         group = world.group(2, restarts=2)
@@ -167,11 +167,11 @@ class TestStatistics:
         group.add_requests(names("r", 2))
         world.of(1).die("r1", killed=True)
         wait_until(lambda: len(group.pids) == 2, what="the restart")
-        asked = group.call("plugin_report")
+        report = group.call("plugin_report")
         for rank in (0, 1):
             answer(world.of(rank), PluginReport(scheduler=stats(rank), sleep_level=rank))
-        seen = asked.result(PATIENCE_S)
-        assert {rank: one.restarts for rank, one in seen.engines.items()} == {0: 0, 1: 1}
-        assert {rank: one.num_resumes for rank, one in seen.engines.items()} == {0: 1, 1: 0}
-        assert [one.sleep_level for one in seen.engines.values()] == [0, 1]
+        seen = report.result(PATIENCE_S)
+        assert {rank: engine.restarts for rank, engine in seen.engines.items()} == {0: 0, 1: 1}
+        assert {rank: engine.num_resumes for rank, engine in seen.engines.items()} == {0: 1, 1: 0}
+        assert [engine.sleep_level for engine in seen.engines.values()] == [0, 1]
         assert seen.sleep_level == 0

@@ -36,8 +36,8 @@ RULES = {
 @pytest.mark.parametrize("messages", RULES.values(), ids=RULES)
 def test_rules(messages):
     coordinator = Coordinator()
-    for what, wave, expected in messages:
-        if what == "start":
+    for event, wave, expected in messages:
+        if event == "start":
             assert coordinator.started(wave) is expected
             if expected:
                 assert (coordinator.wave, coordinator.is_running) == (wave, True)

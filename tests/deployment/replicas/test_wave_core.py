@@ -20,7 +20,7 @@ IDS = itertools.count(100)
 
 
 class Meeting:
-    """Sums what engines bring, once all have."""
+    """Sums the tensors of engines, once all have come."""
 
     def __init__(self, size):
         self.size, self.brought, self.sums = size, {}, []
@@ -99,7 +99,7 @@ class Engines:
         self.until(lambda: all(name in self.rigs[rank].ends for name in names))
 
     def end(self):
-        """Let all leave at once, also those that are in the midst of a wave."""
+        """Let all leave at once, also in the midst of a wave."""
         for rig in self.rigs:
             rig.loop.request_shutdown()
             rig.loop.request_shutdown()
@@ -112,14 +112,14 @@ class Engines:
 
 @contextmanager
 def engines(size=2):
-    found = Engines(size)
+    group = Engines(size)
     with ExitStack() as stack:
-        stack.callback(found.meeting.close)
-        for rig in found.rigs:
+        stack.callback(group.meeting.close)
+        for rig in group.rigs:
             stack.enter_context(rig)
-        yield found
-        found.end()
-    assert [rig.error for rig in found.rigs] == [None] * size
+        yield group
+        group.end()
+    assert [rig.error for rig in group.rigs] == [None] * size
 
 
 def alone(*names, **fields):
@@ -277,5 +277,5 @@ def test_the_sum_is_of_engines_with_work_and_of_those_that_pause():
         some.rigs[0].send(request("r0", max_tokens=40))
         some.finish(0, "r0")
         some.until(lambda: some.waves == [0])
-        assert [one.tolist() for one in some.meeting.sums] == [[1, 0], [0, 0]]
-        assert all(one.dtype == torch.float32 for one in some.meeting.sums)
+        assert [tensor.tolist() for tensor in some.meeting.sums] == [[1, 0], [0, 0]]
+        assert all(tensor.dtype == torch.float32 for tensor in some.meeting.sums)

@@ -23,7 +23,9 @@ class Rank:
     def __init__(self, folder, rank, group="engines-0"):
         placement = Placement(hosts=("", ""), folder=str(folder))
         self.context = SimpleNamespace(placement=placement, group=group, rank=rank)
-        self.broadcast = self.all_to_all = self.all_gather = self.all_reduce = lambda *given: given
+        self.broadcast = self.all_to_all = self.all_gather = self.all_reduce = lambda *arguments: (
+            arguments
+        )
         count_arrivals(self)
 
 
@@ -46,10 +48,10 @@ def test_arrivals_are_counted_by_group(tmp_path):
 @pytest.fixture
 def ranks(world, monkeypatch, tmp_path):
     """The communicators of two engines of a group that restarts them."""
-    found = [Rank(tmp_path, rank) for rank in range(2)]
+    communicators = [Rank(tmp_path, rank) for rank in range(2)]
     monkeypatch.setattr("hardpoint.replicas.waves.replicas.Arrivals", lambda _: Arrivals(tmp_path))
     world.shared = world.group(2, expert=True, restarts=9, max_resumes=9)
-    return found
+    return communicators
 
 
 def hang(world, rank, error=None):
@@ -67,7 +69,7 @@ class Watcher:
 
 def test_the_one_that_did_not_come_is_to_blame(world, ranks, monkeypatch):
     killed = []
-    monkeypatch.setattr("os.kill", lambda *given: killed.append(given))
+    monkeypatch.setattr("os.kill", lambda *arguments: killed.append(arguments))
     group, watcher = world.shared, Watcher()
     group.watch_deaths(watcher.died)
     group.add_requests(names("r", 2))

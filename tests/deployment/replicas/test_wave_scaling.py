@@ -36,7 +36,7 @@ def parallel(engine):
 
 @contextmanager
 def changing(change):
-    """Run a change in a thread, whose answer or error is in the list; it ends with the block."""
+    """Run a change in a thread, with its answer or error in the list; it ends with the block."""
     ended = []
 
     def run():
@@ -53,7 +53,7 @@ def changing(change):
 
 
 def assert_goes_on(world, group, engines):
-    """The engines serve as before, and those that were to take their place are closed."""
+    """The engines serve as before, and their replacements are closed."""
     assert [world.engines[i].closed for i in range(len(world.engines))] == [
         engine not in engines for engine in world.engines
     ]
@@ -72,7 +72,7 @@ def test_requests_go_on_at_the_others(world, waves):
     after = world.engines[2:]
     assert [engine.closed for engine in world.engines] == [True] * 2 + [False] * 4
     assert {parallel(engine) for engine in after} == {(4, 4, 64)}
-    moved = {one.request_id: one for engine in after for one in engine.sent}
+    moved = {sent.request_id: sent for engine in after for sent in engine.sent}
     assert moved["r0"].resumed.output_token_ids == [5, 6]
     assert moved["r1"].resumed is None
     before[0].give("r0", 7)  # too late
@@ -81,7 +81,7 @@ def test_requests_go_on_at_the_others(world, waves):
             engine.give(name, 8, finish=FinishReason.STOP)
     assert [world.tokens(name) for name in ("r0", "r1")] == [[5, 6, 8], [8]]
     assert [world.outputs(name)[-1].num_resumes for name in ("r0", "r1")] == [1, 1]
-    assert [one.in_flight for one in waves.load().engines] == [0] * 4
+    assert [engine.in_flight for engine in waves.load().engines] == [0] * 4
 
 
 def test_one_engine_needs_no_other(world, waves):

@@ -35,10 +35,10 @@ def open_fleet():
 
 @pytest.fixture
 def request_at():
-    """Returns requests of two segments, the first of which others may share."""
+    """Returns requests of two segments; others may share the first."""
 
-    def build(at, number, *, shared=0, shared_length=64, own=16, output=4, **fields):
-        prompt = (Segment(shared, shared_length), Segment(1000 + 2 * number, own))
+    def build(at, number, *, shared=0, shared_length=64, length=16, output=4, **fields):
+        prompt = (Segment(shared, shared_length), Segment(1000 + 2 * number, length))
         return SimulatedRequest(
             at=at, prompt=prompt, output=Segment(1001 + 2 * number, output), **fields
         )

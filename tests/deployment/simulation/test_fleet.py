@@ -27,7 +27,7 @@ BALANCERS = ("least_cost", "two_choices", "round_robin")
 
 
 class Watcher(LoadBalancer):
-    """Takes the first engine, and notes what it sees of all of them."""
+    """Takes the first engine, and notes the views of all of them."""
 
     contract = 1
     uses_cached_prefixes = True
@@ -61,8 +61,8 @@ class TestRuns:
     def test_all_requests_get_their_tokens(self, open_fleet, balancer):
         report = open_fleet(4, balancer).run(LOAD.generate())
         assert (report.requests, report.finished, report.unfinished) == (300, 300, 0)
-        assert report.output_tokens == sum(one.output.length for one in LOAD.generate())
-        assert report.prompt_tokens == sum(one.prompt_length for one in LOAD.generate())
+        assert report.output_tokens == sum(request.output.length for request in LOAD.generate())
+        assert report.prompt_tokens == sum(request.prompt_length for request in LOAD.generate())
         last = [*LOAD.generate()][-1]
         assert report.virtual_seconds > last.at
         # What was neither cached nor the last token of a request was computed.
@@ -76,8 +76,8 @@ class TestRuns:
     def test_times_of_one_request_are_the_sums_of_its_steps(self, open_fleet):
         cost = StepCost(step=5.0, single_query=1.0, prompt=2.0, prompt_token=0.5, is_trained=True)
         fleet = open_fleet(1, step_cost=cost)
-        one = SimulatedRequest(at=3.0, prompt=(Segment(1, 10),), output=Segment(2, 4))
-        report = fleet.run([one])
+        request = SimulatedRequest(at=3.0, prompt=(Segment(1, 10),), output=Segment(2, 4))
+        report = fleet.run([request])
         assert report.ttft.p50 == pytest.approx(0.012)  # 5 + 2 + 10 * 0.5 milliseconds
         assert report.tpot.p50 == pytest.approx(0.006)
         assert report.virtual_seconds == pytest.approx(3 + 0.012 + 3 * 0.006)
@@ -97,7 +97,7 @@ class TestRuns:
 
     def test_what_an_engine_refuses_is_counted(self, open_fleet, request_at):
         report = open_fleet(2, blocks=8).run(
-            [request_at(0, 0), request_at(0, 1, own=1000), request_at(1, 2)]
+            [request_at(0, 0), request_at(0, 1, length=1000), request_at(1, 2)]
         )
         assert (report.finished, report.refused) == (2, 1)
         assert list(report.refusals) == ["PromptTooLongError"]
@@ -108,11 +108,17 @@ class TestRuns:
         self, open_fleet, request_at
     ):
         turns = [request_at(number, number, session="a") for number in range(2)]
-        turns += [request_at(2, 2, session="b"), request_at(3, 3, own=1000, session="b")]
+        turns += [request_at(2, 2, session="b"), request_at(3, 3, length=1000, session="b")]
         fleet = open_fleet(2, blocks=8)
-        found = fleet.run(turns).conversations
-        assert (found.count, found.turns, found.goodput_share) == (2, 2.0, 0.5)
-        assert [(one.session, one.turns) for one in found.longest] == [("a", 2), ("b", 1)]
+        conversations = fleet.run(turns).conversations
+        assert (conversations.count, conversations.turns, conversations.goodput_share) == (
+            2,
+            2.0,
+            0.5,
+        )
+        assert [
+            (conversation.session, conversation.turns) for conversation in conversations.longest
+        ] == [("a", 2), ("b", 1)]
 
     def test_a_cache_that_is_too_small_for_all_evicts_and_preempts(self, open_fleet):
         load = msgspec.structs.replace(LOAD, requests=100, rate=400.0)
@@ -173,7 +179,7 @@ class TestDeterminism:
 
 class TestReports:
     def test_loads_are_stale_and_counts_are_not(self, open_fleet, request_at, seen):
-        """An engine reports its load at most every 100 ms; what the client sent is exact."""
+        """An engine reports its load at most every 100 ms; counts of the client are exact."""
         fleet = open_fleet(2, f"{__name__}:Watcher")
         fleet.run([request_at(at, n, output=200) for n, at in enumerate((0, 0.01, 0.09, 0.3))])
         first = [views[0] for views in seen]
@@ -232,10 +238,10 @@ class TestHotPrefixes:
             hot_tokens=512,
             zipf=0.5,
         )
-        found = {name: open_fleet(4, name, blocks=400).run(load.generate()) for name in BALANCERS}
-        assert found["least_cost"].reuse > 1.5 * found["round_robin"].reuse
-        assert found["least_cost"].ttft.p99 < found["round_robin"].ttft.p99
-        assert found["least_cost"].computed_tokens < found["round_robin"].computed_tokens
+        reports = {name: open_fleet(4, name, blocks=400).run(load.generate()) for name in BALANCERS}
+        assert reports["least_cost"].reuse > 1.5 * reports["round_robin"].reuse
+        assert reports["least_cost"].ttft.p99 < reports["round_robin"].ttft.p99
+        assert reports["least_cost"].computed_tokens < reports["round_robin"].computed_tokens
 
 
 class TestEngines:
@@ -245,7 +251,7 @@ class TestEngines:
         fleet.at(0.3, lambda: fleet.lose_engine(1))
         report = fleet.run(load.generate())
         assert (report.finished, report.unfinished) == (300, 0)
-        assert report.output_tokens == sum(one.output.length for one in load.generate())
+        assert report.output_tokens == sum(request.output.length for request in load.generate())
         assert report.moved > 0
         assert sorted(fleet.engines) == [0, 2]
 
@@ -292,7 +298,7 @@ class TestPlugins:
         """With one place to run in, the shorter of two waiting prompts comes first."""
         requests = [
             request_at(0.0, 0, output=8),
-            request_at(0.01, 1, shared=1, own=600, output=8),
+            request_at(0.01, 1, shared=1, length=600, output=8),
             request_at(0.02, 2, shared=2, output=8),
         ]
         means = {

@@ -20,7 +20,7 @@ PAUSE_S = 0.1
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory, scripted):
-    """A journal of five requests, one after the other, the second of which goes on from the first.
+    """A journal of five requests, one after the other; the second continues the first.
 
     The fourth has another salt.
     """

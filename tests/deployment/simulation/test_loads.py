@@ -57,9 +57,9 @@ def bailian(chat, timestamp, length, output=10, parent=-1, **others):
     }
 
 
-def shared(one, other):
+def shared(request, other):
     """Return how many leading tokens two prompts have in common."""
-    pairs = zip(tokens_of(one.prompt), tokens_of(other.prompt), strict=False)
+    pairs = zip(tokens_of(request.prompt), tokens_of(other.prompt), strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
@@ -96,7 +96,9 @@ class TestTokens:
 
     def test_faster(self):
         requests = list(SyntheticLoad(requests=3).generate())
-        assert [one.at for one in sped_up(requests, 2)] == [one.at / 2 for one in requests]
+        assert [request.at for request in sped_up(requests, 2)] == [
+            request.at / 2 for request in requests
+        ]
         with pytest.raises(ValueError, match="factor: expected a number > 0, got 0"):
             next(sped_up(requests, 0))
 
@@ -105,7 +107,7 @@ class TestMooncake:
     def test_lengths_times_and_what_is_shared(self, write):
         file = write(mooncake(), mooncake(3000, 1500, 20, (0, 5, 6), type="chat"), "")
         first, second = read_mooncake(file)
-        assert [one.is_last for one in (first, second)] == [False, False]
+        assert [request.is_last for request in (first, second)] == [False, False]
         assert (first.at, first.prompt_length, first.output.length) == (0.0, 1000, 10)
         assert (second.at, second.prompt_length, second.output.length) == (3.0, 1500, 20)
         assert shared(first, second) == 512
@@ -123,15 +125,15 @@ class TestMooncake:
 
     def test_times_count_from_the_first_request(self, write):
         file = write(mooncake(3_602_000), mooncake(3_600_000, output=1), mooncake(3_600_000))
-        assert [(one.at, one.output.length) for one in read_mooncake(file)] == [
+        assert [(request.at, request.output.length) for request in read_mooncake(file)] == [
             (0.0, 1),
             (0.0, 10),
             (2.0, 10),
         ]
 
     def test_other_blocks(self, write):
-        (one,) = read_mooncake(write(mooncake(length=40, ids=(1, 2, 3))), block_size=16)
-        assert [segment.length for segment in one.prompt] == [16, 16, 8]
+        (request,) = read_mooncake(write(mooncake(length=40, ids=(1, 2, 3))), block_size=16)
+        assert [segment.length for segment in request.prompt] == [16, 16, 8]
 
     @pytest.mark.parametrize(
         ("row", "message"),
@@ -172,12 +174,12 @@ class TestBailian:
     def test_a_turn_begins_with_the_one_before_and_its_answer(self, write):
         file = write(bailian(5, 1.5, 100), bailian(6, 9.0, 150, 7, parent=5), bailian(7, 2.0, 100))
         first, other, second = read_bailian(file)
-        assert [one.at for one in (first, other, second)] == [0.0, 0.5, 7.5]
-        assert [one.is_last for one in (first, other, second)] == [False, True, True]
-        assert [one.prompt_length for one in (first, other, second)] == [100, 100, 150]
+        assert [request.at for request in (first, other, second)] == [0.0, 0.5, 7.5]
+        assert [request.is_last for request in (first, other, second)] == [False, True, True]
+        assert [request.prompt_length for request in (first, other, second)] == [100, 100, 150]
         assert second.prompt[:2] == (*first.prompt, first.output)
         assert shared(first, other) == 0
-        assert [one.session for one in (first, other, second)] == ["5", "7", "5"]
+        assert [request.session for request in (first, other, second)] == ["5", "7", "5"]
 
     def test_a_shorter_turn_has_the_beginning(self, write):
         first, second = read_bailian(write(bailian(5, 1, 100), bailian(6, 2, 60, parent=5)))
@@ -190,13 +192,13 @@ class TestBailian:
         assert shared(first, second) == 32
 
     def test_a_parent_that_is_not_there_begins_a_conversation(self, write):
-        (one,) = read_bailian(write(bailian(6, 2, 60, parent=5)))
-        assert (one.session, one.prompt_length) == ("6", 60)
+        (request,) = read_bailian(write(bailian(6, 2, 60, parent=5)))
+        assert (request.session, request.prompt_length) == ("6", 60)
 
     @pytest.mark.parametrize(
         ("row", "message"),
         [
-            (bailian(1, 2, 60), "chat_id: 1 is that of an earlier line"),
+            (bailian(1, 2, 60), "chat_id: 1 is the id of an earlier line"),
             (bailian("x", 2, 60), "chat_id: expected a whole number"),
             (bailian(2, 2, 60, hash_ids=[1]), "hash_ids: expected 3 or 4 for input_length 60"),
         ],
@@ -221,23 +223,23 @@ def guidellm(start, prompt, output, conversation=None, turn=0):
 
 
 def report(*requests, **groups):
-    one = {"config": {}, "requests": {"successful": list(requests), "errored": [], **groups}}
-    return {"metadata": {"version": 2}, "benchmarks": [one]}
+    benchmark = {"config": {}, "requests": {"successful": list(requests), "errored": [], **groups}}
+    return {"metadata": {"version": 2}, "benchmarks": [benchmark]}
 
 
 class TestGuidellm:
     def test_times_count_from_the_first_request(self, tmp_path):
         file = tmp_path / "benchmarks.json"
         failed = guidellm(1790000000.0, 5, 5)
-        found = report(
+        content = report(
             guidellm(1790000002.5, 100, 7), guidellm(1790000001.0, 50, 3), errored=[failed]
         )
-        file.write_text(json.dumps(found, indent=2))
+        file.write_text(json.dumps(content, indent=2))
         for requests in (read_guidellm(file), read_trace(file)):
-            assert [one.at for one in requests] == [0.0, 1.5]
-            assert [one.prompt_length for one in requests] == [50, 100]
-            assert [one.output.length for one in requests] == [3, 7]
-            assert [one.session for one in requests] == [None, None]
+            assert [request.at for request in requests] == [0.0, 1.5]
+            assert [request.prompt_length for request in requests] == [50, 100]
+            assert [request.output.length for request in requests] == [3, 7]
+            assert [request.session for request in requests] == [None, None]
 
     def test_a_turn_begins_with_the_one_before_and_its_answer(self, tmp_path):
         file = tmp_path / "benchmarks.json"
@@ -292,7 +294,7 @@ class TestForms:
     def test_a_minimal_trace_counts_from_its_first_request(self, write):
         rows = [{"timestamp": at, "input_length": 7, "output_length": 2} for at in (8.5, 6.0, 7.0)]
         requests = read_trace(write(*rows), "minimal")
-        assert [one.at for one in requests] == [0.0, 1.0, 2.5]
+        assert [request.at for request in requests] == [0.0, 1.0, 2.5]
         assert shared(*requests[:2]) == 0
 
     def test_other_blocks(self, write):
@@ -348,47 +350,47 @@ class TestSynthetic:
             think_seconds=3.0,
         )
         requests = list(load.generate())
-        times = [one.at for one in requests]
+        times = [request.at for request in requests]
         assert times == sorted(times)
         assert len(requests) / times[-1] == pytest.approx(50, rel=0.05)
         turns = {}
-        for one in requests:
-            turns.setdefault(one.session, []).append(one)
-        firsts = [own[0] for own in turns.values()]
+        for request in requests:
+            turns.setdefault(request.session, []).append(request)
+        firsts = [session[0] for session in turns.values()]
         assert len(requests) / len(firsts) == pytest.approx(2.0, rel=0.05)
-        own = [one.prompt[-1].length for one in requests]
-        assert statistics.median(own) == pytest.approx(200, rel=0.03)
-        logs = statistics.NormalDist.from_samples([math.log(n) for n in own])
+        lengths = [request.prompt[-1].length for request in requests]
+        assert statistics.median(lengths) == pytest.approx(200, rel=0.03)
+        logs = statistics.NormalDist.from_samples([math.log(n) for n in lengths])
         assert logs.stdev == pytest.approx(0.5, rel=0.03)
-        assert {one.output.length for one in requests} == {40}
-        hot = [one.prompt[0].id for one in firsts if len(one.prompt) == 2]
+        assert {request.output.length for request in requests} == {40}
+        hot = [request.prompt[0].id for request in firsts if len(request.prompt) == 2]
         assert len(hot) / len(firsts) == pytest.approx(0.5, rel=0.05)
         assert hot.count(0) / hot.count(3) == pytest.approx(4.0, rel=0.15)
-        gaps = [b.at - a.at for own in turns.values() for a, b in itertools.pairwise(own)]
+        gaps = [b.at - a.at for session in turns.values() for a, b in itertools.pairwise(session)]
         assert statistics.mean(gaps) == pytest.approx(3.0, rel=0.05)
-        second = next(own[1] for own in turns.values() if len(own) > 1)
+        second = next(session[1] for session in turns.values() if len(session) > 1)
         first = turns[second.session][0]
         assert second.prompt[:-1] == (*first.prompt, first.output)
 
     def test_rate_and_turns_are_the_stated_ones_at_all_times(self):
         load = SyntheticLoad(requests=50_000, rate=1000.0, turns=5.0, think_seconds=10.0)
         windows = [[] for _ in range(5)]  # of ten seconds each
-        for one in load.generate():
-            if one.at < 50:
-                windows[int(one.at // 10)].append(one)
+        for request in load.generate():
+            if request.at < 50:
+                windows[int(request.at // 10)].append(request)
         for window in windows:
-            places = [(len(one.prompt) + 1) // 2 for one in window]
+            places = [(len(request.prompt) + 1) // 2 for request in window]
             assert len(window) == pytest.approx(10_000, rel=0.04)
             assert len(window) / places.count(1) == pytest.approx(5, rel=0.04)
             assert statistics.mean(places) == pytest.approx(5, rel=0.04)
 
     def test_the_last_turn_of_a_conversation_is_known(self):
         load = SyntheticLoad(requests=2000, rate=50.0, turns=3.0, think_seconds=1.0)
-        last = {one.session: one for one in load.generate()}
-        is_last = [one for one in load.generate() if one.is_last]
-        assert all(last[one.session] == one for one in is_last)
-        at = max(one.at for one in last.values())
-        assert all(one.is_last for one in last.values() if one.at < at - 15)
+        last = {request.session: request for request in load.generate()}
+        is_last = [request for request in load.generate() if request.is_last]
+        assert all(last[request.session] == request for request in is_last)
+        at = max(request.at for request in last.values())
+        assert all(request.is_last for request in last.values() if request.at < at - 15)
 
     @pytest.mark.parametrize("turns", [1.0, 5.0])
     def test_a_request_is_made_when_it_is_asked_for(self, turns):
@@ -396,13 +398,13 @@ class TestSynthetic:
         assert len(list(itertools.islice(load.generate(), 10))) == 10
 
     def test_the_seed_decides(self):
-        one, same, other = (list(SyntheticLoad(seed=seed).generate()) for seed in (1, 1, 2))
-        assert one == same != other
+        first, same, other = (list(SyntheticLoad(seed=seed).generate()) for seed in (1, 1, 2))
+        assert first == same != other
 
     def test_without_turns_there_are_no_sessions(self):
-        assert {one.session for one in SyntheticLoad().generate()} == {None}
+        assert {request.session for request in SyntheticLoad().generate()} == {None}
         load = SyntheticLoad(turns=3.0, sessions=False)
-        assert {one.session for one in load.generate()} == {None}
+        assert {request.session for request in load.generate()} == {None}
 
     @pytest.mark.parametrize(
         ("fields", "message"),

@@ -39,11 +39,11 @@ class Kit(SchedulerSimulator):
 def steps_of(fleet, requests):
     """Run requests; return for each step the arrivals before it, and its tokens by request."""
     engine = fleet.engines[0]
-    found, arrived = [], []
+    steps, arrived = [], []
     execute, submit = engine.device.execute, engine.submit
 
     def note(plan):
-        found.append((list(arrived), dict(plan.num_scheduled_tokens)))
+        steps.append((list(arrived), dict(plan.num_scheduled_tokens)))
         arrived.clear()
         return execute(plan)
 
@@ -53,7 +53,7 @@ def steps_of(fleet, requests):
 
     engine.device.execute, engine.submit = note, arrives
     fleet.run(requests)
-    return found
+    return steps
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "shortest_first"])
@@ -64,7 +64,7 @@ def test_the_same_steps(open_fleet, policy, blocks):
     fleet = open_fleet(
         1, blocks=blocks, scheduler={"policy": policy, **limits}, kv_cache={"watermark": 0.0}
     )
-    found = steps_of(fleet, LOAD.generate())
+    steps = steps_of(fleet, LOAD.generate())
     kit = Kit(
         policy=policy,
         blocks=blocks,
@@ -73,8 +73,10 @@ def test_the_same_steps(open_fleet, policy, blocks):
         max_model_len=blocks * 16,
         **limits,
     )
-    kit.first_tokens = {tuple(tokens_of(one.prompt)): one.output.id + 1 for one in LOAD.generate()}
-    for arrived, tokens in found:
+    kit.first_tokens = {
+        tuple(tokens_of(simulated.prompt)): simulated.output.id + 1 for simulated in LOAD.generate()
+    }
+    for arrived, tokens in steps:
         for request in arrived:
             with contextlib.suppress(RequestError):  # the fleet's engine refuses it, too
                 kit.add(

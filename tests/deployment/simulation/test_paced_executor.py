@@ -101,7 +101,7 @@ class TestScriptedAlias:
             "max_model_len": 256,
         }
         with LLM("scripted", config=config) as llm:
-            enabled = [one.name for one in llm.config.plugins.enable]
+            enabled = [plugin.name for plugin in llm.config.plugins.enable]
         assert enabled == ["ScriptedForCausalLM", "nothing"]
 
     @pytest.mark.parametrize("length", [0, 1, 2, 3, 31, 32, 33, 1000])
@@ -146,8 +146,8 @@ def _url(server):
     lines = []
     for line in server.stdout:
         lines.append(line)
-        if found := re.search(r"Serving scripted at (http://\S+)", line):
-            return found[1]
+        if match := re.search(r"Serving scripted at (http://\S+)", line):
+            return match[1]
     raise AssertionError(f"the server did not start: {''.join(lines)}")
 
 

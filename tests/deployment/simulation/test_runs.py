@@ -49,7 +49,7 @@ def file_cost(cost):
 
 @pytest.fixture(scope="module")
 def forked_processes(tmp_path_factory):
-    """Let processes be forks of one that has imported the package, and not import it each."""
+    """Let processes be forks of a process that has imported the package."""
     context = get_context("forkserver")
     context.set_forkserver_preload([runs.__name__])
     with pytest.MonkeyPatch.context() as patch:
@@ -74,31 +74,31 @@ def variants():
 
 
 def by_kind(records):
-    found = {"progress": [], "result": [], "comparison": []}
+    by_record = {"progress": [], "result": [], "comparison": []}
     for record in records:
-        found[record["record"]].append(record)
-    return found
+        by_record[record["record"]].append(record)
+    return by_record
 
 
 class TestSimulate:
     def test_each_variant_has_a_result_and_the_first_is_compared_with(self, variants, file_cost):
-        found = by_kind(simulate(variants, LOAD, cost=file_cost))
-        assert [one["variant"] for one in found["result"]] == ["fcfs", "shortest_first"]
-        (comparison,) = found["comparison"]
+        records = by_kind(simulate(variants, LOAD, cost=file_cost))
+        assert [result["variant"] for result in records["result"]] == ["fcfs", "shortest_first"]
+        (comparison,) = records["comparison"]
         assert comparison["with"] == "fcfs"
-        first, second = (one["report"]["ttft"]["mean"] for one in found["result"])
+        first, second = (result["report"]["ttft"]["mean"] for result in records["result"])
         assert second < first
         changes = comparison["changes"]["shortest_first"]
         assert changes["ttft.mean"] == pytest.approx(second / first - 1)
         assert changes["preemptions"] is None  # of 0
-        json.dumps(found)
+        json.dumps(records)
 
     @pytest.mark.usefixtures("forked_processes")
     def test_processes_give_the_same(self, variants, file_cost):
         here = by_kind(simulate(variants, LOAD, cost=file_cost))["result"]
         apart = by_kind(simulate(variants, LOAD, cost=file_cost, processes=2))["result"]
-        assert {one["variant"]: one["report"] for one in apart} == {
-            one["variant"]: one["report"] for one in here
+        assert {result["variant"]: result["report"] for result in apart} == {
+            result["variant"]: result["report"] for result in here
         }
 
     @pytest.mark.usefixtures("forked_processes")
@@ -159,12 +159,19 @@ class TestReports:
         fleet = open_fleet(1)
         report = fleet.run([turn(0, 0, "x", "a"), turn(1, 1, "y", "b"), turn(10, 2, "x", "a")])
         # A prompt of 10 tokens takes 5 + 0.2 + 0.5 ms, a further token 5.1 ms.
-        assert {name: one.finished for name, one in report.tenants.items()} == {"a": 2, "b": 1}
+        assert {name: tenant.finished for name, tenant in report.tenants.items()} == {
+            "a": 2,
+            "b": 1,
+        }
         assert report.tenants["a"].ttft.p99 == pytest.approx(0.0057)
         assert report.e2e.p50 == pytest.approx(0.0057 + 3 * 0.0051)
-        found = report.conversations
-        assert (found.count, found.turns, found.goodput_share) == (2, 1.5, 1.0)
-        by_name = {one.session: one for one in found.longest}
+        conversations = report.conversations
+        assert (conversations.count, conversations.turns, conversations.goodput_share) == (
+            2,
+            1.5,
+            1.0,
+        )
+        by_name = {conversation.session: conversation for conversation in conversations.longest}
         assert by_name["x"].turns == 2
         assert by_name["x"].seconds == pytest.approx(10 + 0.0057 + 3 * 0.0051)
         assert by_name["x"].waited == pytest.approx(2 * 0.0057)
@@ -204,21 +211,23 @@ class TestTenants:
     def test_they_change_nothing_else(self):
         plain = SyntheticLoad(requests=50, turns=2.0, hot_prefixes=3)
         with_some = msgspec.structs.replace(plain, tenants=4, priorities=3)
-        for one, other in zip(plain.generate(), with_some.generate(), strict=True):
-            assert msgspec.structs.replace(other, tags={}, priority=0) == one
+        for request, other in zip(plain.generate(), with_some.generate(), strict=True):
+            assert msgspec.structs.replace(other, tags={}, priority=0) == request
 
     def test_their_shares_are_those_of_zipf(self):
         load = SyntheticLoad(requests=6000, tenants=3, tenant_zipf=1.0, priorities=2)
         requests = list(load.generate())
-        counts = [sum(one.tags["tenant"] == f"t{place}" for one in requests) for place in range(3)]
+        counts = [
+            sum(request.tags["tenant"] == f"t{place}" for request in requests) for place in range(3)
+        ]
         assert counts == pytest.approx([6000 * 6 / 11, 6000 * 3 / 11, 6000 * 2 / 11], rel=0.07)
-        assert sum(one.priority for one in requests) == pytest.approx(3000, rel=0.05)
+        assert sum(request.priority for request in requests) == pytest.approx(3000, rel=0.05)
 
     def test_turns_of_a_conversation_have_one(self):
         load = SyntheticLoad(requests=200, turns=3.0, tenants=5)
         tenants = {}
-        for one in load.generate():
-            assert tenants.setdefault(one.session, one.tags) == one.tags
+        for request in load.generate():
+            assert tenants.setdefault(request.session, request.tags) == request.tags
 
 
 class Watching(DefaultScheduler):

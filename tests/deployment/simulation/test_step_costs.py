@@ -1,4 +1,4 @@
-"""Costs of steps: a fit finds what made the times, ignores neighbours, and its file is checked."""
+"""Costs of steps: a fit finds the cost behind the times, and its file is checked."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ LINEAR = StepCost(
 
 
 def steps_of(milliseconds, count=300):
-    """Return steps of many sizes whose times a function gives."""
+    """Return steps of many sizes with times by a function."""
     chance = random.Random(3)
-    found = []
+    steps = []
     for number in range(count):
         single = chance.choice([0, 1, 2, 4, 8, 16, 32]) if number % 3 else 1
         prompts = chance.choice([1, 2, 4]) if number % 3 == 0 or not single else 0
@@ -47,8 +47,8 @@ def steps_of(milliseconds, count=300):
             "prompt_tokens": tokens,
             "prompt_pairs": tokens * chance.randrange(1, 300) if prompts else 0,
         }
-        found.append(TimedStep(**work, milliseconds=milliseconds(chance, **work)))
-    return found
+        steps.append(TimedStep(**work, milliseconds=milliseconds(chance, **work)))
+    return steps
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,10 @@ class TestFit:
         times = [fitted.milliseconds(single_queries=n, context=100) for n in range(1, 600)]
         assert times == sorted(times)
 
-    @pytest.mark.parametrize(("kind", "kept"), [("without", True), ("with", False)])
-    def test_both_kinds_of_steps_are_needed(self, kind, kept):
+    @pytest.mark.parametrize(("kind", "has_prompts"), [("without", True), ("with", False)])
+    def test_both_kinds_of_steps_are_needed(self, kind, has_prompts):
         steps = steps_of(lambda _, **work: LINEAR.milliseconds(**work))
-        some = [step for step in steps if bool(step.prompts) is kept]
+        some = [step for step in steps if bool(step.prompts) is has_prompts]
         with pytest.raises(ConfigError, match=f"expected some {kind} prompts, got none"):
             fit_cost(some, **FACTS)
 
@@ -149,8 +149,8 @@ class TestFile:
     def test_a_fleet_takes_it(self, fitted):
         config = {"kv_cache": {"num_blocks": 64}}
         with Fleet(config, step_cost=fitted) as fleet:
-            one = SimulatedRequest(at=0, prompt=(Segment(1, 16),), output=Segment(2, 3))
-            report = fleet.run([one])
+            request = SimulatedRequest(at=0, prompt=(Segment(1, 16),), output=Segment(2, 3))
+            report = fleet.run([request])
         first = fitted.milliseconds(prompts=1, prompt_tokens=16, prompt_pairs=128)
         assert report.ttft.p50 == pytest.approx(first / 1e3)
         further = [fitted.milliseconds(single_queries=1, context=n) for n in (17, 18)]

@@ -156,8 +156,9 @@ def test_an_attention_backend_without_soft_caps_refuses_models_that_have_them(
     specs = [KVSpec(1, 1, 2, 1.0), KVSpec(1, 1, 2, 1.0, softcap=50.0)]
     monkeypatch.setattr(Wrong, "kv_specs", specs)
     message = (
-        r"^attention.use: .*'attention' .* has no soft cap of attention scores \(its class says "
-        r"softcaps = False\), which layer 1 needs; choose another attention backend for this model"
+        r"^attention.use: .*'attention' .* has no soft cap of attention scores \("
+        r"softcaps = False in its class\), which layer 1 needs; choose another attention backend "
+        r"for this model"
     )
     with pytest.raises(ModelError, match=message):
         LLM(config=config(scripted))
@@ -167,8 +168,8 @@ def test_an_attention_backend_without_sinks_refuses_models_that_have_them(script
     specs = [KVSpec(1, 1, 2, 1.0), KVSpec(1, 1, 2, 1.0, sinks=torch.zeros(1))]
     monkeypatch.setattr(Wrong, "kv_specs", specs)
     message = (
-        r"^attention.use: .*'attention' .* has no sinks of attention \(its class says has_sinks = "
-        r"False\), which layer 1 needs; choose another attention backend"
+        r"^attention.use: .*'attention' .* has no sinks of attention \(has_sinks = "
+        r"False in its class\), which layer 1 needs; choose another attention backend"
     )
     with pytest.raises(ModelError, match=message):
         LLM(config=config(scripted))
@@ -197,7 +198,7 @@ RIGHT = torch.zeros(2, 1, 2)
         (
             [(0, RIGHT, RIGHT.expand(2, 3, 2), RIGHT)],
             r"called attend for layer 0 with k = a torch.float32 tensor \[2, 3, 2\] .*, expected a "
-            r"torch.float32 tensor \[2, 1, 2\] on cpu, as kv_specs\(\) says$",
+            r"torch.float32 tensor \[2, 1, 2\] on cpu, by kv_specs\(\)$",
         ),
         ([(0, RIGHT.double(), RIGHT, RIGHT)], r"with q = a torch.float64 tensor \[2, 1, 2\]"),
         ([(0, RIGHT, RIGHT, RIGHT.to("meta"))], r"with v = .* on meta\), expected .* on cpu,"),

@@ -471,8 +471,9 @@ CHECKED = [
 @pytest.mark.parametrize("case", CHECKED, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_a_result_is_checked_where_the_call_is_written_by_hand(case):
     kind, method, value, words = case
+    arguments = (torch.zeros(2, 3),)
     with pytest.raises(PluginFaultError) as error:
-        checked(value, KINDS[kind].interface, method, "plugin 'odd'", given=(torch.zeros(2, 3),))
+        checked(value, KINDS[kind].interface, method, "plugin 'odd'", arguments=arguments)
     assert str(error.value).startswith(f"plugin 'odd': its {method} {words}")
 
 

@@ -613,8 +613,8 @@ def test_a_request_waits_while_a_resource_has_no_room():
 @pytest.mark.parametrize(
     ("cost", "message"),
     [
-        ({"slots": 4}, "it needs 4 of slots, of which there are 3"),
-        ({"seats": 1}, "it needs 1 of seats, of which there are 0"),
+        ({"slots": 4}, "it needs 4 of slots, expected at most 3"),
+        ({"seats": 1}, "it needs 1 of seats, expected at most 0"),
         ([1], r"its cost\(\) gave \[1\], expected an amount of each resource"),
         ({"slots": -1}, "expected an amount of each resource"),
         (KeyError("x"), r"its cost\(\) failed: KeyError"),

@@ -106,7 +106,7 @@ def test_what_no_request_uses_is_closed(scripted):
 @pytest.mark.parametrize(
     ("part", "error", "words"),
     [
-        (Fixed, ConfigError, r"'fixed'.*: it cannot be changed while .*its class does not say ch"),
+        (Fixed, ConfigError, r"'fixed'.*: it cannot be changed while .*its class does not set ch"),
         (Keyed, ConfigError, r"'keyed'.*: its engine_half has block_key, on which the keys of cac"),
         (Breaking, HardpointError, r"'breaking'.*its worker_half\(\) failed: .*no worker half tod"),
     ],

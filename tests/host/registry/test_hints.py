@@ -183,7 +183,7 @@ def test_faults_of_a_component_by_another_reference(installed, refusal, name):
     name = name.format(value=value)
     enable = [value]
     message = refusal(ConfigError, plugins={"enable": enable, "on_error": {name: "engine"}})
-    assert f"no plugin {name!r} is enabled whose faults end less than the engine" in message
+    assert f"no enabled plugin {name!r} has faults that end less than the engine" in message
     assert f"; {name} is enabled as 'dry', so write dry (from" in message
     installed.resolve(plugins={"enable": enable, "on_error": {"dry": "engine"}})
 

@@ -105,7 +105,7 @@ def test_a_later_start_names_the_matrices_of_few_bits(start, caplog):
     lines = []
     for _ in range(2):
         start(quantization={"use": "int8"}, ops={"use": "native_cpu"})
-        lines.append([line for line in caplog.messages if line.startswith("matrices of few bits")])
+        lines.append([line for line in caplog.messages if line.startswith("quantized weights")])
     assert lines[0] == lines[1]
     assert "in int8" in lines[0][0]
     assert "packed weights: mapped" in caplog.text
@@ -217,7 +217,7 @@ DAMAGE = {
     ),
     "cut to nothing": (lambda file: os.truncate(file, 0), "it is not whole: it has 0 bytes"),
     "longer": (lambda file: os.truncate(file, 1 << 20), "it is not whole: expected"),
-    "of another key": (of_another_key, "it has other weights than its name says"),
+    "of another key": (of_another_key, "its name is of other weights"),
     "text": (lambda file: file.write_text("weights" * 9), "it is no file of packed weights"),
     "a folder": (replace_with(lambda file: file.mkdir()), "expected a regular file"),
     "a pipe": (replace_with(os.mkfifo), "expected a regular file"),
@@ -289,7 +289,7 @@ def test_a_place_that_cannot_be_written_to_is_logged_once(start, tmp_path, monke
     reason = {
         "full": "cannot be written: No space left on device; the weights are packed at each start",
         "read-only": "cannot be written: Read-only file system; the weights are packed at each st",
-        "file": "its folder is none; the weights are packed again",
+        "file": "its folder is not a directory; the weights are packed again",
     }[kind]
     (line,) = lines
     assert line.startswith(f"WARNING: weight cache: {cache}/")
@@ -491,7 +491,8 @@ def test_closing_gives_up_where_writing_takes_long(tmp_path, monkeypatch, caplog
         if thread.name == "hardpoint-weight-cache":
             thread.join()
     assert list(tmp_path.iterdir()) == []
-    assert messages(caplog) == ["INFO: packed weights: not kept, for the model was closed before"]
+    closed = "INFO: packed weights: not kept, because the model was closed before"
+    assert messages(caplog) == [closed]
 
 
 def test_the_default_folder_is_the_users_cache(monkeypatch, tmp_path):

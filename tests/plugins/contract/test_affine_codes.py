@@ -1,4 +1,4 @@
-"""`AffineCodes` are dequantised by the formula of their documentation, and cut, in any groups."""
+"""`AffineCodes` are dequantized by the formula of their documentation, and cut, in any groups."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def matrices(draw) -> AffineCodes:
 def spread(factors: torch.Tensor, outer: torch.Tensor | None, group: int, columns: int):
     """Return the factor of each number, as in the documentation."""
     k = torch.arange(columns)
-    found = factors.float()[:, k // group]
-    return found if outer is None else found * outer.float()[:, k // 256]
+    spread_factors = factors.float()[:, k // group]
+    return spread_factors if outer is None else spread_factors * outer.float()[:, k // 256]
 
 
 @settings(max_examples=60, deadline=None)
 @given(matrix=matrices())
-def test_any_codes_are_dequantised_by_the_formula(matrix) -> None:
+def test_any_codes_are_dequantized_by_the_formula(matrix) -> None:
     codes, columns = matrix.codes, matrix.shape[1]
     numbers = codes.float() if matrix.values is None else matrix.values[codes.long()]
     expected = numbers * spread(matrix.scales, matrix.outer_scales, matrix.group, columns)
@@ -93,7 +93,7 @@ def test_codes_that_multiply_themselves_are_refused_by_name() -> None:
 
 def test_contiguous_makes_the_table_contiguous_too() -> None:
     codes, table = torch.zeros(3, 32, dtype=torch.uint8), torch.arange(32.0)[::2]
-    found = AffineCodes(codes, 4, 32, torch.ones(3, 1).half(), values=table).contiguous()
-    assert found.values is not None
-    assert found.values.is_contiguous()
-    assert torch.equal(found.values, table)
+    codes_copy = AffineCodes(codes, 4, 32, torch.ones(3, 1).half(), values=table).contiguous()
+    assert codes_copy.values is not None
+    assert codes_copy.values.is_contiguous()
+    assert torch.equal(codes_copy.values, table)

@@ -71,9 +71,9 @@ def test_each_field_of_the_identity_counts(field):
 def test_fields_do_not_run_into_each_other():
     names = [n for n in BlockIdentity.__struct_fields__ if isinstance(getattr(IDENTITY, n), str)]
     digests = set()
-    for one, other in itertools.permutations(names, 2):
+    for first, other in itertools.permutations(names, 2):
         empty = dict.fromkeys(names, "")
-        for values in (empty | {one: "ab"}, empty | {one: "a", other: "b"}):
+        for values in (empty | {first: "ab"}, empty | {first: "a", other: "b"}):
             digests.add(msgspec.structs.replace(IDENTITY, **values).digest())
     count = len(names)
     assert len(digests) == count + count * (count - 1)
@@ -116,9 +116,9 @@ def hashed(lora=None, salt=None, features=(), tokens=b"\1\0\0\0\2\0\0\0"):
 
 
 def test_an_adapter_is_keyed_by_its_content_and_not_by_its_name():
-    one = hashed(LoRARequest("poet", 1, content_hash="aa"))
-    assert hashed(LoRARequest("other", 2, content_hash="aa")) == one
-    assert hashed(LoRARequest("poet", 1, content_hash="bb")) != one
+    key = hashed(LoRARequest("poet", 1, content_hash="aa"))
+    assert hashed(LoRARequest("other", 2, content_hash="aa")) == key
+    assert hashed(LoRARequest("poet", 1, content_hash="bb")) != key
     keys = {
         block_key(IDENTITY.digest(), hashed(LoRARequest("poet", 1, content_hash=content)))
         for content in ("aa", "bb", "")
@@ -140,7 +140,7 @@ def test_an_adapter_without_a_hash_of_its_content_never_meets_one_that_has_it():
 
 
 def test_who_changes_the_formula_gives_it_another_version():
-    """Blocks outlive the engine: those of another formula must not be found under its keys."""
+    """Blocks outlive the engine: a new formula must not find old blocks under its keys."""
     feature = MultiModalFeature("image", 0, 1)
     digests = {
         "identity": IDENTITY.digest(),

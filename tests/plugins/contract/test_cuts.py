@@ -23,7 +23,7 @@ def test_the_parts_of_a_weight_follow_each_other(cut: Cut, expected: list[int]) 
     assert torch.equal(cut.of(WEIGHT), part)
     assert np.array_equal(cut.of(WEIGHT.numpy()), part.numpy())
     assert cut.shape(WEIGHT.shape) == tuple(part.shape)
-    assert all(not one.more and one.dim == cut.dim for one in cut.parts)
+    assert all(not part.more and part.dim == cut.dim for part in cut.parts)
 
 
 @pytest.mark.parametrize(

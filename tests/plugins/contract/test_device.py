@@ -1,4 +1,4 @@
-"""to_device: what torch.tensor gives, on a CUDA device without a wait."""
+"""to_device: the same result as torch.tensor, without a wait on a CUDA device."""
 
 from __future__ import annotations
 

@@ -14,8 +14,10 @@ from hardpoint.old_names.modules import MOVED, MOVED_NAMES
 
 def public_names(path):
     module = importlib.import_module(path)
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == path]
-    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+    names = [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == path
+    ]
+    return getattr(module, "__all__", [name for name in names if not name.startswith("_")])
 
 
 NAMES = {
@@ -45,8 +47,8 @@ def test_an_old_path_gives_the_same_objects_and_names_the_new_one(old):
         path, _, renamed = target.partition(":")
         new = renamed or name
         with pytest.warns(DeprecationWarning, match="moved to") as caught:
-            found = getattr(importlib.import_module(module_of(old)), name)
-        assert found is attrgetter(new)(importlib.import_module(path))
+            resolved = getattr(importlib.import_module(module_of(old)), name)
+        assert resolved is attrgetter(new)(importlib.import_module(path))
         (warning,) = caught
         assert str(warning.message) == (
             f"{module_of(old)}.{name} moved to {exporter(path, new)}.{new}; "

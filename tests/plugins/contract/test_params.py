@@ -1,4 +1,4 @@
-"""SamplingParams: a wrong value is refused with its field, itself and what would be right."""
+"""SamplingParams: a wrong value is rejected with field, value and expectation."""
 
 from __future__ import annotations
 

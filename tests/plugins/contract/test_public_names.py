@@ -1,4 +1,4 @@
-"""The same door: built-ins and examples take only what every author may take."""
+"""Public names: built-ins and examples import only names that every author may import."""
 
 import ast
 import gc
@@ -92,7 +92,7 @@ def no_collections():
 
 @cache
 def taken(path: Path) -> frozenset[tuple[str, str]]:
-    """Return module and name of what a file takes from the modules for authors."""
+    """Return module and name of a file's imports from the modules for authors."""
     return frozenset(_taken(path))
 
 
@@ -134,15 +134,15 @@ def for_annotations(tree: ast.Module) -> list[ast.ImportFrom]:
 
 def test_annotations_take_types_from_the_modules_that_define_them():
     """A type that a plugin names in annotations alone needs no public name."""
-    found = [
+    annotations = [
         (node.module, alias.name, str(path.relative_to(ROOT)))
         for path in AUTHORS
         for node in for_annotations(ast.parse(path.read_text(encoding="utf-8")))
         if (node.module or "").startswith(FOR_AUTHORS)
         for alias in node.names
     ]
-    assert len(found) > 30
-    for module, name, path in found:
+    assert len(annotations) > 30
+    for module, name, path in annotations:
         source = importlib.import_module(module)
         is_public = module in PUBLIC and name in source.__all__
         assert is_public or name in defined(module), f"{path}: {module}.{name}"
@@ -151,14 +151,14 @@ def test_annotations_take_types_from_the_modules_that_define_them():
 @cache
 def defined(module: str) -> set[str]:
     """Return the classes, functions and aliases that a module defines at its top level."""
-    found = set[str]()
+    names = set[str]()
     for node in ast.parse(modules()[module].read_text(encoding="utf-8")).body:
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
-                found.add(name)
+                names.add(name)
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def test_built_ins_and_examples_are_looked_at():
@@ -186,13 +186,13 @@ def test_every_interface_and_its_context_are_public():
 
 def accessed(names: set[str]) -> set[str]:
     """Return which of these names are attributes that the engine reads."""
-    found: set[str] = set()
+    attributes: set[str] = set()
     for path in (path for name, path in modules().items() if not name.startswith(NOT_CALLERS)):
         source = path.read_text(encoding="utf-8")
-        if any(f".{name}" in source for name in names - found):
+        if any(f".{name}" in source for name in names - attributes):
             nodes = ast.walk(ast.parse(source))
-            found |= names & {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return found
+            attributes |= names & {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return attributes
 
 
 def test_every_abstract_member_is_used_by_the_engine():

@@ -20,14 +20,14 @@ TOKENS = st.lists(st.integers(0, 3), max_size=16)
 def inside_of(markers, tokens, inside):
     """Return whether tokens end inside reasoning: every marker is looked for at every place."""
     for end in range(1, len(tokens) + 1):
-        found = [
+        matches = [
             (len(marker), begins)
             for sequences, begins in ((markers.start, True), (markers.end, False))
             for marker in sequences
             if tuple(tokens[max(end - len(marker), 0) : end]) == marker
         ]
-        if found:
-            inside = max(found)[1]
+        if matches:
+            inside = max(matches)[1]
     return inside
 
 
@@ -44,13 +44,13 @@ def test_a_tracker_finds_what_a_search_finds(markers, prompt, output, begins_ope
         together = [*prompt, *output[:count]]
         since = len(prompt) + count
         # Only markers that end in the output change what the prompt decided.
-        found = [
+        matches = [
             (len(marker), begins)
             for sequences, begins in ((markers.start, True), (markers.end, False))
             for marker in sequences
             if tuple(together[max(since - len(marker), 0) : since]) == marker
         ]
-        inside = max(found)[1] if found else inside
+        inside = max(matches)[1] if matches else inside
         assert position.inside == inside
 
 
@@ -67,7 +67,7 @@ def test_a_call_ends_reasoning_and_is_no_sign_of_it():
 
 
 def test_a_start_in_an_earlier_message_opens_nothing():
-    """As in the text of a user who asks what the marker means."""
+    """The marker may be in the text of a user who asks about it."""
     markers = ReasoningMarkers(start=((1,),), end=((2,),), boundaries=(8, 9))
     opens = {(1,): True, (7, 1, 5): True, (1, 5, 8, 9): False, (1, 8, 9, 1): True, (1, 8, 2): False}
     assert {ids: markers.is_open(ids) for ids in opens} == opens

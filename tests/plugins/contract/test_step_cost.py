@@ -1,4 +1,4 @@
-"""`StepCost`: what a step takes, and what fits into a time."""
+"""`StepCost`: the time of a step, and the number of tokens that fit into a time."""
 
 from __future__ import annotations
 

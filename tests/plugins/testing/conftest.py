@@ -66,7 +66,7 @@ _LIMITS = (
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait long for what comes late; report the first case that fails, however large it is."""
+    """Wait long for late events; report the first failing case, however large it is."""
     monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
     for owner, name in _LIMITS:
         monkeypatch.setattr(owner, name, _PATIENCE_S)
@@ -74,7 +74,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    """End and remove what broken samples left, and restore what they set."""
+    """End and remove the leftovers of broken samples, and restore their settings."""
     affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
     yield
     end_threads()

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from support.broken import ops, processors, samplers, speculators, tokenizers
+from support.broken import attention, models, ops, processors, samplers, speculators, tokenizers
 from support.kit_suites import GENERAL, assert_fails, messages_of, shorten
 from support.samples import leave_file, leave_thread
 
 from hardpoint.testing import (
+    AttentionBackendSuite,
     LogitsProcessorSuite,
+    ModelSuite,
     OpsSuite,
     SamplerSuite,
     SpeculatorSuite,
@@ -35,16 +37,18 @@ KINDS: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
     (SpeculatorSuite, "speculator", speculators.LastPair, "propose", {}),
     (TokenizerSuite, "tokenizer", tokenizers.Bytes, "encode", {}),
     (OpsSuite, "ops", ops.Plain, "linear", {}),
+    (AttentionBackendSuite, "backend", attention.Plain, "attend", {}),
+    (ModelSuite, "model", models.Tiny, "forward", {"config": models.CONFIG}),
 ]
 
 
 def keeping(cls, method):
-    """Return a class whose instances keep a text of each call of a method."""
+    """Return a class with instances that keep a text of each call of a method."""
     seen = []
 
-    def call(self, *given, **named):
-        seen.append(f"call {len(seen)} of many" * 4)
-        return getattr(cls, method)(self, *given, **named)
+    def call(self, *args, **named):
+        seen.append(f"call {len(seen)} of many" * 40)
+        return getattr(cls, method)(self, *args, **named)
 
     return type("Keeps", (cls,), {method: call, "__module__": cls.__module__, "seen": seen})
 
@@ -52,15 +56,15 @@ def keeping(cls, method):
 def opening(cls, method):
     """Return a class that opens a file in each call of a method."""
 
-    def call(self, *given, **named):
+    def call(self, *args, **named):
         leave_file()
-        return getattr(cls, method)(self, *given, **named)
+        return getattr(cls, method)(self, *args, **named)
 
     return type("Opens", (cls,), {method: call, "__module__": cls.__module__})
 
 
 def leaving(cls, _method):
-    """Return a class whose instances leave a thread."""
+    """Return a class with instances that leave a thread."""
 
     def begin(self, context):
         cls.__init__(self, context)
@@ -88,8 +92,8 @@ def test_what_stays_is_caught(kind, change, test, pattern, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0].__name__)
 def test_right_components_pass(kind):
     suite, attribute, right, _, more = kind
-    given = {attribute: right, "examples": 0.4, **more}
-    assert messages_of(suite, given, sorted(GENERAL)) == {}
+    attributes_of_kind = {attribute: right, "examples": 0.4, **more}
+    assert messages_of(suite, attributes_of_kind, sorted(GENERAL)) == {}
 
 
 class Queue:

@@ -73,6 +73,12 @@ BROKEN = [
         r"pre_process\(.*\) waited 0.3 s without computing, expected",
     ),
     (
+        broken.SleepsForSeconds,
+        "speed",
+        "waits",
+        r"waited 3 s .*, expected .* max_wait_seconds = 1",
+    ),
+    (
         broken.Slow,
         "speed",
         "speed",
@@ -103,8 +109,8 @@ LIMITED = {broken.Sleeps: {"max_wait_seconds": 0.1}, broken.Slow: {"budget_us_pe
 def attributes(cls):
     """Return the attributes of a suite for a processor, with samples of its own."""
     samples = copy.deepcopy([broken.SAMPLES, broken.REFUSED])
-    given = {"processor": cls, "samples": samples[0], "refused": samples[1]}
-    return given | LIMITED.get(cls, {})
+    attributes_of_kind = {"processor": cls, "samples": samples[0], "refused": samples[1]}
+    return attributes_of_kind | LIMITED.get(cls, {})
 
 
 @each_broken(BROKEN)

@@ -147,37 +147,37 @@ RIGHT = [(broken.Bias, ANY), (broken.Counter, SCALE), (broken.BatchBias, ANY)]
 RIGHT += [(broken.DeviceCounter, None), (broken.Observer, ANY), (broken.EndsLate, None)]
 
 
-def attributes(cls, given, **more):
+def attributes(cls, arguments, **more):
     budget = {"budget_us_per_row": 500.0, "budget_vocab_size": 1000}
-    return {"processor": cls, "arguments": given, **budget, **more}
+    return {"processor": cls, "arguments": arguments, **budget, **more}
 
 
 @each_broken(
     [
-        (given, cls, test, "", pattern)
-        for cls, given, fails in BROKEN
+        (arguments, cls, test, "", pattern)
+        for cls, arguments, fails in BROKEN
         for test, pattern in fails.items()
         if pattern is not None
     ],
-    ("given", "cls", "test", "rule", "pattern"),
+    ("arguments", "cls", "test", "rule", "pattern"),
 )
-def test_a_broken_processor_fails_its_rule(given, cls, test, rule, pattern):
-    assert_fails(LogitsProcessorSuite, attributes(cls, given), test, rule, pattern)
+def test_a_broken_processor_fails_its_rule(arguments, cls, test, rule, pattern):
+    assert_fails(LogitsProcessorSuite, attributes(cls, arguments), test, rule, pattern)
 
 
 @pytest.mark.nightly  # each processor with each other rule
 @pytest.mark.parametrize(
-    ("cls", "given", "fails"), [b for b in BROKEN if b[0].__name__ not in CRASHING], ids=label
+    ("cls", "arguments", "fails"), [b for b in BROKEN if b[0].__name__ not in CRASHING], ids=label
 )
-def test_a_broken_processor_passes_the_other_rules(cls, given, fails):
+def test_a_broken_processor_passes_the_other_rules(cls, arguments, fails):
     others = untimed_tests(LogitsProcessorSuite) - fails.keys()
-    brief = attributes(cls, given, examples=kit_examples() / 2)
+    brief = attributes(cls, arguments, examples=kit_examples() / 2)
     assert messages_of(LogitsProcessorSuite, brief, others) == {}
 
 
-@pytest.mark.parametrize(("cls", "given"), RIGHT, ids=label)
-def test_correct_components_pass(cls, given):
-    brief = attributes(cls, given, examples=kit_examples())
+@pytest.mark.parametrize(("cls", "arguments"), RIGHT, ids=label)
+def test_correct_components_pass(cls, arguments):
+    brief = attributes(cls, arguments, examples=kit_examples())
     assert messages_of(LogitsProcessorSuite, brief) == {}
 
 

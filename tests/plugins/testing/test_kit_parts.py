@@ -188,7 +188,7 @@ class TestHistories:
             "empty": 20,
         }
         floor |= {"bystanders": 20, "greedy": 20, "paused": 20, "back with outputs": 5}
-        assert {what: n for what, n in floor.items() if seen[what] < n} == {}, seen
+        assert {change: n for change, n in floor.items() if seen[change] < n} == {}, seen
 
 
 class TestLogits:

@@ -29,7 +29,7 @@ CONNECTORS = [
     (broken.NamesNoLoad, "loads", "faultless", r"load of request '.*' took more than 0.4 s"),
     (broken.SaysTooSoon, "tokens", "slots", "it holds"),
     (broken.NeverKnows, "tokens", "faultless", "did not know how much of request"),
-    (broken.KeepsBlocks, "tokens", "faultless", r"(?s)did not say within .* True in get_finished"),
+    (broken.KeepsBlocks, "tokens", "faultless", r"(?s)did not report within .* in get_finished"),
     (broken.HidesFailedLoads, "storage", "slots|tokens", "over storage that .*: (for|a) "),
     (broken.SavesAfterAFailedLoad, "storage", "slots", f"over storage that .* {OTHER}"),
     (broken.SavesOthersAfterAFailedLoad, "storage", "slots", f"over storage that .* {OTHER}"),
@@ -39,7 +39,7 @@ CONNECTORS = [
     (broken.LooksUpSlowly, "time", "time", r"get_num_new_matched_tokens\(\) took 0\.\d+ s"),
     (broken.SavesSlowly, "time", "time", r"wait_for_save\(\) took 0\.\d+ s, at most 0.1"),
     (broken.LeavesAThread, "release", "release", "these threads are left: Endless"),
-    (broken.RemembersRequests, "memory", "memory", "what a RemembersRequests refers to grew from"),
+    (broken.RemembersRequests, "memory", "memory", "referenced by a RemembersRequests grew from"),
 ]  # fmt: skip
 
 RANKS = [

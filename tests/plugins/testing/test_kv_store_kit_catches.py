@@ -112,13 +112,13 @@ def test_a_replaced_test_and_wrong_options_are_named():
     assert "place_options returned no mapping" in messages["contract"]
 
 
-@pytest.mark.parametrize(("given", "observed"), [({}, "path: missing"), ({"pth": ""}, "pth: ")])
-def test_options_that_are_missing_or_misspelt_are_named(given, observed):
-    attributes = {"store": DiskStore, "options": given}
+@pytest.mark.parametrize(("options", "observed"), [({}, "path: missing"), ({"pth": ""}, "pth: ")])
+def test_options_that_are_missing_or_misspelt_are_named(options, observed):
+    attributes = {"store": DiskStore, "options": options}
     message = messages_of(KVStoreSuite, attributes, ["contract"])["contract"]
-    assert "rule: options: those of the suite are valid" in message
+    assert "rule: options: the options of the suite are valid" in message
     assert f".{observed}" in message
-    assert "fix: set the suite's `options`, or what place_options returns, as an op" in message
+    assert "fix: set the suite's `options`, or the result of place_options, as an op" in message
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_options_that_are_missing_or_misspelt_are_named(given, observed):
     ],
 )
 def test_a_class_under_test_that_is_none_is_named(suite, attribute, interface, test):
-    for given in ({}, {attribute: "a.b:C"}, {attribute: dict}):
-        messages = messages_of(suite, given, ["contract", test])
+    for wrong in ({}, {attribute: "a.b:C"}, {attribute: dict}):
+        messages = messages_of(suite, wrong, ["contract", test])
         expected = f"TestComponent.{attribute}: expected the class under test, which derives from"
-        expected += f" {interface}, got {given.get(attribute)!r}"
+        expected += f" {interface}, got {wrong.get(attribute)!r}"
         assert messages == {"contract": expected, test: expected}
 
 

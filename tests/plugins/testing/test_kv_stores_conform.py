@@ -43,7 +43,7 @@ class TestDiskStore(KVStoreSuite):
 
 
 class SmallStore(MemoryStore):
-    """The nearest of a chain, which soon drops what it has."""
+    """The nearest store of a chain, which soon drops its blocks."""
 
     contract = 1
 

@@ -68,7 +68,7 @@ class Shares(Quiet):
     def close(self):
         """End the thread of all."""
         TICKERS["event"].set()
-        [one.join() for one in threading.enumerate() if one.name == "shared"]
+        [thread.join() for thread in threading.enumerate() if thread.name == "shared"]
 
 
 class Leaves(Quiet):
@@ -87,7 +87,7 @@ class Large(Quiet):
 
 
 class Objects(Quiet):
-    """Tells what is no data."""
+    """Reports a state that is no plain data."""
 
     def dump_state(self):
         """Return an object."""
@@ -170,5 +170,5 @@ def test_a_processor_and_a_part():
 
 
 def test_a_part_that_does_not_state_it_is_left_out():
-    with pytest.raises(pytest.skip.Exception, match="does not say `changes_live = True`"):
+    with pytest.raises(pytest.skip.Exception, match="does not set `changes_live = True`"):
         check(StepPartSuite, part=Good)

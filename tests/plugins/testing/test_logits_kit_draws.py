@@ -62,7 +62,7 @@ class Accumulates(Phrases):
         if not pairs:
             return None
         row, token = zip(*pairs, strict=True)
-        return Edits(row, token, [5.0 * self.kept.count(one) for one in token])
+        return Edits(row, token, [5.0 * self.kept.count(token_id) for token_id in token])
 
 
 class RefusesAll(Phrases):
@@ -76,14 +76,14 @@ def _ids(word: str) -> list[int]:
 
 
 def _next_of(forms: list[list[list[int]]], outputs: list[int]) -> list[int]:
-    found = {
+    next_tokens = {
         form[known]
         for alternatives in forms
         for form in alternatives
         for known in range(1, len(form))
         if outputs[-known:] == form[:known]
     }
-    return sorted(found)
+    return sorted(next_tokens)
 
 
 WORDS = st.fixed_dictionaries(
@@ -109,11 +109,11 @@ def test_ids_are_found_at_any_depth_in_their_order():
 
 def test_ids_of_arguments_often_follow_each_other():
     drawn = drawn_tokens(100, max_size=6)
-    found: list[list[int]] = []
-    Search(200, seed=1).run(lambda tokens: found.append(tokens), tokens=drawn)
-    runs = [t for t in found if any(b == a + 1 < 0 for a, b in itertools.pairwise(t))]
+    draws: list[list[int]] = []
+    Search(200, seed=1).run(lambda tokens: draws.append(tokens), tokens=drawn)
+    runs = [t for t in draws if any(b == a + 1 < 0 for a, b in itertools.pairwise(t))]
     assert len(runs) > 50
-    assert all(len(tokens) <= 6 for tokens in found)
+    assert all(len(tokens) <= 6 for tokens in draws)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -192,8 +192,8 @@ def test_a_processor_has_to_take_that_there_is_no_tokenizer(monkeypatch):
 
 def test_a_tokenizer_that_is_given_is_the_only_one(monkeypatch):
     monkeypatch.setattr(Spells, "given", [])
-    given = suite(Spells, tokenizer=ByteTokenizer(["<think>"]), vocab_size=300)
-    assert message_of(LogitsProcessorSuite, given, "pure") is None
+    attributes_of_suite = suite(Spells, tokenizer=ByteTokenizer(["<think>"]), vocab_size=300)
+    assert message_of(LogitsProcessorSuite, attributes_of_suite, "pure") is None
     assert set(Spells.given) == {258}
 
 

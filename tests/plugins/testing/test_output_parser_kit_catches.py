@@ -54,7 +54,7 @@ def test_a_broken_parser_fails_its_rule(cls, test, rule, pattern):
 
 
 def test_a_call_that_ends_reasoning_is_among_the_markers():
-    given = attributes(parsers.UnnamedCalls) | {
+    attributes_of_suite = attributes(parsers.UnnamedCalls) | {
         "special_tokens": (parsers.START, parsers.END, "<tool_call>"),
         "samples": (
             parsers.OutputSample(
@@ -66,7 +66,13 @@ def test_a_call_that_ends_reasoning_is_among_the_markers():
             ),
         ),
     }
-    assert_fails(OutputParserSuite, given, "markers", "markers", "it is inside reasoning, by in_r")
+    assert_fails(
+        OutputParserSuite,
+        attributes_of_suite,
+        "markers",
+        "markers",
+        "it is inside reasoning, by in_r",
+    )
 
 
 @pytest.mark.parametrize("cls", [parsers.Right, parsers.RightWrapped], ids=label)
@@ -89,7 +95,7 @@ def test_every_test_catches_a_parser():
     ids=label,
 )
 def test_what_a_parser_does_not_declare_is_left_out(cls, test, reason):
-    given = {"parser": cls, "samples": (OutputSample("Hello", content="Hello"),)}
-    instance = type("TestParser", (OutputParserSuite,), given)()
+    attributes_of_suite = {"parser": cls, "samples": (OutputSample("Hello", content="Hello"),)}
+    instance = type("TestParser", (OutputParserSuite,), attributes_of_suite)()
     with pytest.raises(pytest.skip.Exception, match=reason):
         getattr(instance, f"test_{test}")()

@@ -55,9 +55,9 @@ def test_inserted_text_is_never_dropped(case):
     suite, chosen = kind(), random.Random(case)
     for at in places(sample.text, chosen, 25):
         text = f"{sample.text[:at]}{WORD}{sample.text[at:]}"
-        found, warnings = parsed(suite, sample, text)
+        text_out, warnings = parsed(suite, sample, text)
         is_id = re.search(rf'id": "[^"]*{WORD}', text)  # calls get others
-        assert WORD in found or warnings or is_id, text
+        assert WORD in text_out or warnings or is_id, text
 
 
 STRUCTURE = {
@@ -71,8 +71,8 @@ def words_of(sample, markers):
     parts = [sample.reasoning, sample.content]
     for name, arguments in sample.calls:
         parts += [name, repr(arguments)]
-    found = set(re.findall(r"[A-Za-z_]{2,}", " ".join(parts))) - STRUCTURE
-    return {word for word in found if not any(word in marker for marker in markers)}
+    words = set(re.findall(r"[A-Za-z_]{2,}", " ".join(parts))) - STRUCTURE
+    return {word for word in words if not any(word in marker for marker in markers)}
 
 
 @pytest.mark.parametrize("case", SUITES)
@@ -83,13 +83,13 @@ def test_without_a_marker_or_with_another_one_no_word_is_dropped(case):
     markers = sorted({marker for state in states for marker in state.moves})
     texts = [sample.text[:at] for at in places(sample.text, chosen, 12)]
     for marker in markers:
-        for found in re.finditer(re.escape(marker), sample.text):
-            texts.append(sample.text[: found.start()] + sample.text[found.end() :])
+        for match in re.finditer(re.escape(marker), sample.text):
+            texts.append(sample.text[: match.start()] + sample.text[match.end() :])
         for at in places(sample.text, chosen, 3):
             texts.append(sample.text[:at] + marker + sample.text[at:])
     words = words_of(sample, markers)
     for text in texts:
-        found, warnings = parsed(suite, sample, text)
+        match, warnings = parsed(suite, sample, text)
         written = re.findall("[A-Za-z_]+", text)
-        missing = [word for word in words if found.count(word) < written.count(word)]
-        assert not missing or warnings, (text, found)
+        missing = [word for word in words if match.count(word) < written.count(word)]
+        assert not missing or warnings, (text, match)

@@ -449,6 +449,14 @@ class TestQwen3Coder(OutputParserSuite):
             "\n</function></tool_call>z",
             content="z",
             calls=(("f", {"a": "x </function> <parameter=", "b": True}),),
+            malformed=True,  # values without end tags
+        ),
+        OutputSample(  # a value with the end of a call
+            "<tool_call>\n<function=f>\n<parameter=a>\nx\n</function>\n</parameter>\n</function>\n"
+            "</tool_call>",
+            content="\n</parameter>\n</function>\n</tool_call>",
+            calls=(("f", {"a": "x"}),),
+            malformed=True,
         ),
         OutputSample(
             "<tool_call><function=f><parameter=size>10</parameter><parameter=at>{'x': 1}"

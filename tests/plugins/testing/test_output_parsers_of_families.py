@@ -85,6 +85,18 @@ class TestGlm45(OutputParserSuite):
             "</tool_call>!",
             malformed=True,
         ),
+        OutputSample(  # a value with the end of a call
+            "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call> y</arg_value>"
+            "</tool_call>",
+            content=" y</arg_value></tool_call>",
+            calls=(("f", {"a": "x"}),),
+            malformed=True,
+        ),
+        OutputSample(
+            "<tool_call>f<arg_key>a<</arg_key><arg_value>x</arg_value></tool_call>",
+            content="<tool_call>f<arg_key>a<</arg_key><arg_value>x</arg_value></tool_call>",
+            malformed=True,
+        ),
         OutputSample(
             "<tool_call>f<arg_key>a</arg_key><arg_value>\n\tx\n\n</arg_value></tool_call>",
             calls=(("f", {"a": "\n\tx\n\n"}),),

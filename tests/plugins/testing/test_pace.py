@@ -38,7 +38,7 @@ BUDGET = 0.005
 
 
 class Machine:
-    """A machine whose time passes where it works; `busy` times as much of it as on a usual one."""
+    """A machine with a clock that advances by work; `busy` slows the work down."""
 
     def __init__(self, busy):
         self.busy, self.now, self.worked = busy, 0.0, []
@@ -48,7 +48,7 @@ class Machine:
         self.worked.append(seconds)
 
     def cost(self, seconds, **options):
-        """Return the cost of what takes so many seconds on a usual machine."""
+        """Return the cost of work that takes so many seconds on a usual machine."""
         reference = pace.Reference(lambda: self.work(0.001), 0.001)
 
         def measure():
@@ -98,7 +98,7 @@ def test_time_in_which_other_programs_ran_is_not_counted(monkeypatch, tmp_path):
 
 # Components that are right, and those of the engine whose budgets are in other tests of a suite.
 RIGHT = [
-    *((LogitsProcessorSuite, attributes(cls, given)) for cls, given in PROCESSORS),
+    *((LogitsProcessorSuite, attributes(cls, arguments)) for cls, arguments in PROCESSORS),
     (LoadBalancerSuite, {"balancer": Fewest}),
     (GrammarSuite, {"grammar": Finite, "samples": GRAMMARS}),
     *(

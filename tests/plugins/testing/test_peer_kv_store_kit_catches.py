@@ -47,5 +47,5 @@ def test_a_broken_store_fails_its_rule(cls, test, rule, pattern, monkeypatch):
 
 
 def test_every_test_catches_a_store():
-    own = suite_tests(PeerKVStoreSuite) - suite_tests(KVStoreSuite)
-    assert {test for _, test, _, _ in STORES} == own
+    own_tests = suite_tests(PeerKVStoreSuite) - suite_tests(KVStoreSuite)
+    assert {test for _, test, _, _ in STORES} == own_tests

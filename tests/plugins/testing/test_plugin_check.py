@@ -45,10 +45,10 @@ def site(tmp_path, monkeypatch):
 
 
 def check(name, limits=None, options=None, against=None):
-    """Return the records of a check by `record`, those of checks by name."""
-    given = {**LIMITS, **(limits or {})}
+    """Return the records of a check by `record`, and the records of checks by name."""
+    all_limits = {**LIMITS, **(limits or {})}
     config, sources = EngineConfig(), ConfigSources()
-    records = list(check_plugin(config, sources, name, given, options or {}, against))
+    records = list(check_plugin(config, sources, name, all_limits, options or {}, against))
     checks = {r["check"]: r for r in records if r["record"] == "check"}
     return {**{r["record"]: r for r in records}, "check": checks}
 
@@ -168,7 +168,7 @@ def test_a_server_that_is_not_there(site):
     assert records["result"]["exit_code"] == 0, records["result"]
     record = records["check"]["test_content"]
     assert record["outcome"] == "not_proved"
-    assert re.match("this machine lacks what it needs: .*Connection refused", record["reason"])
+    assert re.match("this machine lacks a requirement: .*Connection refused", record["reason"])
 
 
 _OPTIONS = {
@@ -254,8 +254,8 @@ def test_every_kind_has_a_suite_with_a_subject(kind):
 def test_command(capsys):
     seen = []
 
-    def answer(*given):
-        seen.append(given)
+    def answer(*args):
+        seen.append(args)
         yield {"record": "result", "component": "x/a", "exit_code": 1, "problem": "p"}
         yield {"record": "result", "component": "x/b", "exit_code": 3, "problem": "q"}
 
@@ -287,7 +287,7 @@ def _records_of_two():
 def test_what_is_not_proved_was_not_tested(capsys):
     assert run_command("plugins", ["check", "a"], check_plugin=lambda *_: _records_of_two()) == 0
     out = capsys.readouterr().out
-    assert out.count("what is not proved was not tested") == 1  # x/b has nothing that is not
+    assert out.count("checks that are not proved were not run") == 1  # x/b has nothing that is not
     assert 'conformance_suite = "package.module:Class"' in out
     assert "--require-proof" not in out
 

@@ -1,4 +1,4 @@
-"""Every built-in quantisation scheme passes the public conformance kit."""
+"""Every built-in quantization scheme passes the public conformance kit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ pytest_plugins = ["hardpoint.testing"]
 
 
 class Blocks(QuantizationSuite):
-    """Blocks as llama.cpp's library writes and dequantises them."""
+    """Blocks as llama.cpp's library writes and dequantizes them."""
 
     # The scale's place in each block, of halves.
     scale_at = 0
@@ -155,7 +155,7 @@ class TestAutoRound(Packed):
 
 
 class Library(QuantizationSuite):
-    """A matrix that a library wrote, of which a tensor has the scales."""
+    """A matrix that a library wrote, with the scales in a tensor."""
 
     case = None
     scales = None

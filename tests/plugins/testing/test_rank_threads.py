@@ -13,13 +13,13 @@ from hardpoint.testing import run_ranks
 
 def test_results_are_in_rank_order_and_operations_exact():
     def rank(communicator):
-        own = torch.full((2,), float(communicator.rank + 1))
+        values = torch.full((2,), float(communicator.rank + 1))
         rows = torch.arange(3) + 10 * communicator.rank
         return [
-            communicator.all_reduce(own).tolist(),
-            communicator.all_gather(own).tolist(),
+            communicator.all_reduce(values).tolist(),
+            communicator.all_gather(values).tolist(),
             communicator.all_to_all(rows).tolist(),
-            communicator.broadcast(own.clone(), 2).tolist(),
+            communicator.broadcast(values.clone(), 2).tolist(),
         ]
 
     results = run_ranks(3, rank)

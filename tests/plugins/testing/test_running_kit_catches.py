@@ -112,9 +112,9 @@ HOOKS = [
     (hooks.NeedsKey, "server_extensions", "authenticator", "raised KeyError: 'authorization'"),
     (hooks.ReturnsTrue, "server_extensions", "authenticator", "returned True"),
     (hooks.SharesResponses, "server_extensions", "response store", "get by another owner returned"),
-    (hooks.KeepsFirstResponse, "server_extensions", "response store", "get of what was put"),
-    (hooks.ReturnsText, "server_extensions", "response store", "get of what was put returned"),
-    (hooks.DeletesNothing, "server_extensions", "response store", "get of what was deleted"),
+    (hooks.KeepsFirstResponse, "server_extensions", "response store", "get of a stored record"),
+    (hooks.ReturnsText, "server_extensions", "response store", "get of a stored record returned"),
+    (hooks.DeletesNothing, "server_extensions", "response store", "get of a deleted record"),
     (hooks.DeletesQuietly, "server_extensions", "response store", "delete by another owner"),
     (hooks.RaisesForUnknown, "server_extensions", "response store", "raised KeyError"),
 ]  # fmt: skip

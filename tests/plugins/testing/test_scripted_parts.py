@@ -165,18 +165,20 @@ def forward_without_hooks(self, batch):
 
 
 @pytest.mark.parametrize(
-    ("part", "what"),
+    ("part", "attribute"),
     [(ScriptedAdapters, "linear layers"), (ScriptedEmbeddings, "embedded tokens")],
 )
-def test_a_model_that_does_not_call_the_hooks_is_refused(folder, monkeypatch, part, what):
+def test_a_model_that_does_not_call_the_hooks_is_refused(folder, monkeypatch, part, attribute):
     monkeypatch.setattr(ScriptedModel, "forward", forward_without_hooks)
     config = {"plugins": {"enable": [use(part)]}, "engine": {"in_process": True}}
-    with pytest.raises(PluginContractError, match=f"it changes {what}, and .*ScriptedModel.* does"):
+    with pytest.raises(
+        PluginContractError, match=f"it changes {attribute}, and .*ScriptedModel.* does"
+    ):
         LLM(config=scripted_config(folder, config))
 
 
 def tagged(name, *values):
-    """Return a strategy for requests, some of which have a tag."""
+    """Return a strategy for requests, some of them with a tag."""
     return st.builds(
         lambda prompt, value: EngineCoreRequest(
             request_id="",

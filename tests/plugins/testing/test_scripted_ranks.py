@@ -1,4 +1,4 @@
-"""The scripted model shows when ranks that share it do not exchange what they should."""
+"""The scripted model detects missing exchanges between ranks that share it."""
 
 import pytest
 import torch
@@ -31,12 +31,12 @@ def model(parallel):
 
 def logits(parallel, before=None):
     """Return the results of a rank; attention mixes the keys, so that wrong ones show."""
-    own = model(parallel)
+    sharded = model(parallel)
     batch = ForwardBatch(
         TOKENS, torch.arange(5), lambda layer, q, k, v: k.cumsum(0) * 3 + 1, before
     )
-    hidden = own.forward(batch)
-    return hidden, own.compute_logits(hidden)
+    hidden = sharded.forward(batch)
+    return hidden, sharded.compute_logits(hidden)
 
 
 @pytest.mark.parametrize("expert", [False, True])

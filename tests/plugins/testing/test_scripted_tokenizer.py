@@ -1,4 +1,4 @@
-"""The scripted model's tokenizer reads and writes what the library for such tokenizers does."""
+"""The scripted model's tokenizer agrees with the library for such tokenizers."""
 
 from __future__ import annotations
 
@@ -58,22 +58,24 @@ TEXTS = st.lists(st.sampled_from([*SPECIAL, "<eos>", "a", "é", "日本", "b>", 
 
 @given(TEXTS, st.booleans())
 def test_it_encodes_and_decodes_as_the_library_does(both, pieces, skip):
-    own, other = both
-    ids = own.encode("".join(pieces))
+    scripted, other = both
+    ids = scripted.encode("".join(pieces))
     assert ids == other.encode("".join(pieces))
-    assert own.decode(ids, skip_special_tokens=skip) == other.decode(ids, skip_special_tokens=skip)
+    assert scripted.decode(ids, skip_special_tokens=skip) == other.decode(
+        ids, skip_special_tokens=skip
+    )
     for cut in range(len(ids)):
         streams = [t.decode_stream(ids[:cut], skip_special_tokens=skip) for t in both]
-        found = [[stream.step(token) or "" for token in ids[cut:]] for stream in streams]
-        assert "".join(found[0]) == "".join(found[1])
+        pieces_of = [[stream.step(token) or "" for token in ids[cut:]] for stream in streams]
+        assert "".join(pieces_of[0]) == "".join(pieces_of[1])
 
 
 def test_it_tells_the_same_of_its_vocabulary(both):
-    own, other = both
-    assert own.vocab_size == other.vocab_size
-    assert own.vocabulary() == other.vocabulary()
-    assert own.special_tokens == other.special_tokens
-    assert list(own.eos_token_ids) == list(other.eos_token_ids)
+    scripted, other = both
+    assert scripted.vocab_size == other.vocab_size
+    assert scripted.vocabulary() == other.vocabulary()
+    assert scripted.special_tokens == other.special_tokens
+    assert list(scripted.eos_token_ids) == list(other.eos_token_ids)
 
 
 def test_it_refuses_what_it_cannot_do(both):

@@ -69,9 +69,9 @@ def enter(mode):
 def changing(cls, method, change):
     """Return a class that changes a setting in each call of a method."""
 
-    def call(self, *given, **named):
+    def call(self, *args, **named):
         change()
-        return getattr(cls, method)(self, *given, **named)
+        return getattr(cls, method)(self, *args, **named)
 
     return type("Changes", (cls,), {method: call, "__module__": cls.__module__})
 
@@ -113,28 +113,28 @@ MORE: dict[Any, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0].__name__}-{kind[2].__name__}")
 def test_a_component_that_changes_the_default_dtype_is_caught(kind):
     suite, attribute, right, method, test, *make = kind
-    given = {"examples": 0.2, **MORE.get(suite, {})}
-    assert message_of(suite, {attribute: right, **given}, test) is None
+    shared = {"examples": 0.2, **MORE.get(suite, {})}
+    assert message_of(suite, {attribute: right, **shared}, test) is None
     broken = (make[0] if make else changing)(right, method, CHANGES[DTYPE])
     pattern = f"observed: it changed torch's {DTYPE}"
-    assert_fails(suite, {attribute: broken, **given}, test, "settings", pattern)
+    assert_fails(suite, {attribute: broken, **shared}, test, "settings", pattern)
     assert torch.get_default_dtype() is torch.float32
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_each_setting_is_compared(what):
-    sampler = changing(samplers.Gumbel, "sample", CHANGES[what])
+@pytest.mark.parametrize("setting", CHANGES)
+def test_each_setting_is_compared(setting):
+    sampler = changing(samplers.Gumbel, "sample", CHANGES[setting])
     with torch.inference_mode(False):
-        pattern = f"observed: it changed torch's {what}"
+        pattern = f"observed: it changed torch's {setting}"
         assert_fails(SamplerSuite, {"sampler": sampler}, "result", "settings", pattern)
 
 
 def test_a_setting_that_is_restored_is_not_a_change():
-    def change(self, *given):
+    def change(self, *args):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
-            return super(cls, self).sample(*given)
+            return super(cls, self).sample(*args)
         finally:
             torch.set_default_dtype(before)
 

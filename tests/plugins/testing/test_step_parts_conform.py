@@ -173,7 +173,7 @@ class TestActivationTaps(StepPartSuite):
     components = {"activation_taps": {"norms": Norms, "scaled": Scaled}}
 
     def requests(self):
-        given = st.sampled_from(
+        drawn = st.sampled_from(
             [
                 {},
                 {"activation_taps/norms": {}},
@@ -185,7 +185,7 @@ class TestActivationTaps(StepPartSuite):
                 prompt, including("activation_taps", arguments), plugin_args=arguments
             ),
             PROMPTS,
-            given,
+            drawn,
         )
 
 

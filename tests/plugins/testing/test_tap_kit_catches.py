@@ -57,7 +57,7 @@ BROKEN = [
         r"read\(\) gave nothing that depends on the hidden states",
     ),
     (broken.Zeros, "effect", "effect", r"read\(\) gave nothing that depends on the hidden states"),
-    (broken.Identity, "effect", "effect", r"and change\(\) left them; expected one that does"),
+    (broken.Identity, "effect", "effect", r"and change\(\) left them; expected changed ones"),
     (broken.Leaks, "resources", "resources", r"elements of its attribute 'seen' grew by \d+ from"),
     (
         broken.LeaksElsewhere,

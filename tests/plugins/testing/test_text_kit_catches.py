@@ -32,7 +32,7 @@ TOKENIZERS = [
     (tokenizers.CharactersAsBytes, "token_bytes", "token bytes", r"token 128 is '\\x80' in vocab"),
     (tokenizers.ReversesBytes, "token_bytes", "token bytes", r"has the tokens \[.*, whose byte"),
     (tokenizers.PaddedVocabulary, "token_bytes", "token bytes", "has 320 tokens, vocab_size is"),
-    (tokenizers.NothingIsSpecial, "token_bytes", "token bytes", "token 256, .*, is none of the"),
+    (tokenizers.NothingIsSpecial, "token_bytes", "token bytes", "token 256, .*, is not among the"),
     (tokenizers.TextIsSpecial, "token_bytes", "token bytes", "token 60, which is '<', is one of"),
     (tokenizers.Ascii, "round_trip", "round trip", "came back as"),
     (tokenizers.Strips, "round_trip", "round trip", "came back as"),
@@ -50,7 +50,7 @@ TOKENIZERS = [
     (tokenizers.ReturnsIdsForChat, "chat", "chat", r"it returned \[1, 2\]"),
     (tokenizers.EndsAtNewlines, "eos", "eos", r"token 10, which is the text '\\n' even where"),
     (tokenizers.EndsBeyond, "eos", "vocabulary", "eos_token_ids has the token id 300, vocab"),
-    (tokenizers.ClearsIds, "reads_only", "reads only", "decode changed what it was given"),
+    (tokenizers.ClearsIds, "reads_only", "reads only", "decode mutated its input"),
     (tokenizers.NamesText, "special_tokens", "special tokens", "as token 60; it is encoded as"),
     (tokenizers.JoinsPairs, "pairs", "pairs", r"encode_pair\(.*\) has the tokens .* alone"),
     (tokenizers.PairsAsLists, "pairs", "pairs", r"returned \[.*, expected an EncodedPair"),
@@ -128,7 +128,7 @@ SUITES = [
     (StatSinkSuite, "sink", SINKS),
     (Subscribed, "publisher", PUBLISHERS),
 ]
-BROKEN = [(suite, attribute, *sample) for suite, attribute, found in SUITES for sample in found]
+BROKEN = [(suite, attribute, *sample) for suite, attribute, samples in SUITES for sample in samples]
 
 RIGHT = [
     (TokenizerSuite, "tokenizer", tokenizers.Bytes),

@@ -1,4 +1,4 @@
-"""Candidates of branches are those of requests that have the same outputs."""
+"""Candidates of branches equal the results of requests with the same outputs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def params_of(**fields):
 
 
 async def alone(llm, outputs, count):
-    """Return the likeliest tokens after outputs, of a request whose prompt they end."""
+    """Return the likeliest tokens after outputs, as the end of a prompt."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=count, ignore_eos=True)
     async for output in llm.generate([*PROMPT, *outputs], params):
         (entry,) = output.outputs[0].logprobs
-    return {token: one.logprob for token, one in entry.items()}
+    return {token: candidate.logprob for token, candidate in entry.items()}
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_candidates_are_those_of_a_request_with_these_outputs(scripted, config):
         async with Branches(llm, PROMPT, params_of(), 3) as branches:
             (first,) = await branches.candidates([[]])
             likeliest, second, third = first
-            asked = [[[likeliest], [second], [third]]]
-            asked += [[[second, 7, 9], [likeliest, 5], [second]], [[8], [8], [second, 7, 9, 4]]]
-            for step in asked:
-                for tokens, found in zip(step, await branches.candidates(step), strict=True):
-                    assert found == await alone(llm, tokens, 3)
+            steps = [[[likeliest], [second], [third]]]
+            steps += [[[second, 7, 9], [likeliest, 5], [second]], [[8], [8], [second, 7, 9, 4]]]
+            for step in steps:
+                for tokens, candidates in zip(step, await branches.candidates(step), strict=True):
+                    assert candidates == await alone(llm, tokens, 3)
             assert await branches.candidates([]) == []
             assert await branches.candidates([[]]) == [first]
 
@@ -66,13 +66,13 @@ def test_requests_go_on_along_branches(scripted):
     async def program(llm):
         begun = []
         fork = llm.fork
-        llm.fork = lambda *given: begun.append(given) or fork(*given)
+        llm.fork = lambda *args: begun.append(args) or fork(*args)
         async with Branches(llm, PROMPT, params_of(), 2, "search") as branches:
             tokens = []
             for _ in range(8):
                 assert not branches.has_ended(tokens)
-                (found,) = await branches.candidates([tokens])
-                tokens.append(next(iter(found)))
+                (candidates,) = await branches.candidates([tokens])
+                tokens.append(next(iter(candidates)))
             assert branches.has_ended(tokens)
             assert begun == []
             await branches.candidates([tokens[:4], [*tokens[:4], 9]])
@@ -103,8 +103,8 @@ def test_an_abort_ends_all_branches(scripted, goes_on):
     async def follow(branches):
         tokens = [8]
         while True:
-            (found,) = await branches.candidates([tokens])
-            tokens.append(next(iter(found)) if goes_on else 9)
+            (candidates,) = await branches.candidates([tokens])
+            tokens.append(next(iter(candidates)) if goes_on else 9)
 
     async def program(llm):
         async with Branches(llm, PROMPT, params_of(max_tokens=400), 2, "search") as branches:

@@ -52,13 +52,13 @@ def inputs(lengths):
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_the_delta_rule_is_that_of_one_token_after_the_other(lengths):
-    given = inputs(lengths)
-    before = given[0].clone()
-    expected = slow_delta_rule(*given)
-    found = gated_delta_rule(*given)
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).abs().max() < 1e-5
-    assert torch.equal(given[0], before)
+    tensors = inputs(lengths)
+    before = tensors[0].clone()
+    expected = slow_delta_rule(*tensors)
+    results = gated_delta_rule(*tensors)
+    for result, other in zip(results, expected, strict=True):
+        assert (result - other).abs().max() < 1e-5
+    assert torch.equal(tensors[0], before)
 
 
 def test_a_strong_decay_leaves_no_nan():

@@ -32,7 +32,7 @@ def put(cache, owner, *indices):
 
 
 def past(cache, owner):
-    """Let a request have come and gone; return what was dropped for it."""
+    """Add and end a request; return the features dropped for it."""
     put(cache, owner)
     dropped = cache.take_freed()
     cache.free(owner)
@@ -258,9 +258,9 @@ def plan(cache, naive, owner, limit):
         name, length = feature.identifier, feature.length
         known = name in naive.names()
         fits = known or reserved + length <= naive.free_room()
-        found = cache.holds(owner, index)
-        assert found == (known or (name in naive.cached and fits))
-        if found:
+        is_held = cache.holds(owner, index)
+        assert is_held == (known or (name in naive.cached and fits))
+        if is_held:
             naive.hold(owner.request_id, index, name)
             continue
         assert cache.can_allocate(owner, index, reserved) == fits

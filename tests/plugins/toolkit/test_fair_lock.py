@@ -1,4 +1,4 @@
-"""A lock that is fair between owners: whose thread is next, and for whom each one waits."""
+"""A lock that is fair between owners: order of threads, and bounds of waits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_owners_take_turns():
 
 
 def test_one_that_comes_is_before_the_owner_that_has_the_turn():
-    """Eight images of one key, of which the first is decoded, delay another key's by that one."""
+    """Eight images of one key delay another key's by one image."""
     order = Play([["b"]]).run(["a"] * 8)
     assert [owner for owner, _ in order[1:4]] == ["a", "b", "a"]
 
@@ -89,7 +89,7 @@ def test_an_interrupt_of_one_that_waits_leaves_the_turn_to_others():
         pass
 
     class Interrupted:
-        """A lock whose second acquisition is interrupted, as a signal does in the main thread."""
+        """A lock with an interrupted second acquisition, like a signal in the main thread."""
 
         def __init__(self, lock):
             self._lock, self._count = lock, 0

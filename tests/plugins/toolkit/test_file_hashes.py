@@ -1,4 +1,4 @@
-"""Hashes of weights: kept while a file is the same, and never those of other content."""
+"""Hashes of weights: cached while a file is the same, and never returned for other content."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def writable_by_others(folder):
 
 
 def no_digest(folder):
-    found = dict.fromkeys(kept(folder), "the same")
-    (folder / "content-hashes.json").write_text(json.dumps(found))
+    digests = dict.fromkeys(kept(folder), "the same")
+    (folder / "content-hashes.json").write_text(json.dumps(digests))
 
 
 def a_pipe(folder):

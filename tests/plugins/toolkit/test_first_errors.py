@@ -1,4 +1,4 @@
-"""Which rank's error is that of a call: the one that failed, not those that noticed it."""
+"""Attribution of an error to a rank: the failed one, not the ranks that noticed it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN = ModelError("model: not enough memory")
 
 
 def futures_of(*outcomes):
-    """Return futures; an outcome is an error, a result, or None for one that waits."""
+    """Return futures; an outcome is an error, a result, or None for a pending future."""
     futures = [Future() for _ in outcomes]
     for future, outcome in zip(futures, outcomes, strict=True):
         if isinstance(outcome, Exception):
@@ -39,7 +39,7 @@ SETTLE_S = 60.0
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Ranks wait long for the one that failed."""
+    """Wait long for the failed rank."""
     monkeypatch.setattr(joining, "_SETTLE_SECONDS", SETTLE_S)
 
 

@@ -1,4 +1,4 @@
-"""Codes and scales of keys and values, on numbers whose codes are known."""
+"""Codes and scales of keys and values, on numbers with known codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in processes with limits: what they answer, and what ends them."""
+"""Programs in processes with limits: answers, and reasons of ends."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_one_that_is_closed_is_not_started_again_for_those_who_wait(tmp_path):
     made = process(tmp_path)
     (tmp_path / "held").touch()
     with ThreadPoolExecutor(5) as threads:
-        asked = [threads.submit(made.ask, b"hold") for _ in range(4)]
+        answers = [threads.submit(made.ask, b"hold") for _ in range(4)]
         wait_until((tmp_path / "begun").exists, what="the first one to be answered")
         closing = threads.submit(made.close)
         wait_until(lambda: made._is_closed)
         (tmp_path / "held").unlink()
-        errors = [one.exception() for one in asked]
+        errors = [answer.exception() for answer in answers]
         closing.result()
     assert made.pid is None
     assert sum(isinstance(error, EngineClosedError) for error in errors) == 3

@@ -41,7 +41,7 @@ class Feedless(Body):
         (
             {"a": ParserState(Content, {"x": "b"})},
             None,
-            "the state 'a': 'x' leads to 'b', which is none",
+            "the state 'a': 'x' leads to 'b', which does not exist",
         ),
         ({"a": ParserState(Ignored, {}, then="b")}, None, "the state 'a': 'then' leads to 'b'"),
         (

@@ -1,4 +1,4 @@
-"""Proofs of packages: what is verified before an import, and hostile packages."""
+"""Proofs of packages: verification before an import, and hostile packages."""
 
 import json
 import os

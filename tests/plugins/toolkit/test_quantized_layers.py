@@ -1,4 +1,4 @@
-"""Layers with matrices of few bits compute what they do with the same numbers as tensors."""
+"""Layers with quantized matrices compute the same as with the dequantized tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor ray without a cluster: its options, what it asks a cluster for, and who answers."""
+"""The executor ray without a cluster: its options, its requests to a cluster, and answers."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def answering(first):
         ("ray://a:1", "'ray://a:1': expected HOST:PORT.* an engine runs on a node of the cluster"),
         ("127.0.0.1:1", "'127.0.0.1:1': no Ray cluster answers at 127.0.0.1:1 within 60 s"),
         (None, "no Ray cluster answers at .* within 0.3 s .*timed out"),
-        (b"SSH-2.0-OpenSSH_9", "what listens at .* is no Ray cluster"),
+        (b"SSH-2.0-OpenSSH_9", "the listener at .* is not a Ray cluster"),
     ],
 )
 def test_an_address_without_a_cluster_is_refused(services, address, message):
@@ -167,18 +167,18 @@ def test_errors_of_ray_are_errors_of_the_configuration(services, error):
 
 
 def test_joining_passes_what_is_configured(services):
-    asked = []
-    ray = fake_ray(lambda **settings: asked.append(settings))
-    services.canonicalize_bootstrap_address = lambda address: found
-    found = answering(b"\0\0\0\4\0\0\0\0\0")
+    calls = []
+    ray = fake_ray(lambda **settings: calls.append(settings))
+    services.canonicalize_bootstrap_address = lambda address: resolved_address
+    resolved_address = answering(b"\0\0\0\4\0\0\0\0\0")
     options = RayExecutor.Options(
         namespace="n", runtime_env={"pip": ["x"]}, join_timeout_seconds=60.0
     )
     for each in (options, RayExecutor.Options(address="local")):
         Connection(ray, each, "plugin.ray").close()
     common = {"configure_logging": False}
-    assert asked == [
-        {"address": found, "namespace": "n", "runtime_env": {"pip": ["x"]}, **common},
+    assert calls == [
+        {"address": resolved_address, "namespace": "n", "runtime_env": {"pip": ["x"]}, **common},
         {
             "address": "local",
             "include_dashboard": False,
@@ -248,13 +248,13 @@ def test_addresses_of_both_kinds():
 def test_without_ray_the_error_has_the_command_to_install_it(installed: Installed, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     installed.offer("executors/ray", RayExecutor)
-    found = installed.resolve(executor={"use": "ray"})
+    registry = installed.resolve(executor={"use": "ray"})
     with pytest.raises(
         PluginLoadError,
         match=r"'ray' .* it needs the library ray: pip install '\S*hardpoint\[ray\]'",
     ):
-        found.create(
-            found.get("executors", "ray"),
+        registry.create(
+            registry.get("executors", "ray"),
             ExecutorContext,
             parallel=ParallelConfig(tensor=2),
             launch=None,

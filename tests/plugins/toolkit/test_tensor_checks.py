@@ -31,13 +31,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("what", "change"), CHANGES.items())
+@pytest.mark.parametrize(("part", "change"), CHANGES.items())
 @pytest.mark.parametrize("returned", ["the tensor itself", "another"])
-def test_a_changed_layout_is_reported_by_what_changed(what, change, returned):
+def test_a_changed_layout_is_reported_by_what_changed(part, change, returned):
     logits = torch.zeros(2, 5)
     handed_over = HandedOver(logits)
     result = change(logits) if returned != "another" else (change(logits), torch.zeros(2, 5))[1]
-    with pytest.raises(ValueError, match=f"^it changed the {what}.*only their values may be ed"):
+    with pytest.raises(ValueError, match=f"^it changed the {part}.*only their values may be ed"):
         handed_over.result(result)
 
 

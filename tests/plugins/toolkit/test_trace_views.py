@@ -54,17 +54,17 @@ def token(position, text="a", **fields):
             tokens=[TokenChange(token_id=6, text="b", before=3.0, after=None)],
         ),
     ]
-    given = {
+    defaults = {
         **{"step": position + 1, "token_id": 5, "text": text, "rank": 2, "log_total": 3.5},
         **{"candidates": candidates, "changes": changes},
         "draw": Draw(sampler="default", greedy=False, seed=8),
     }
-    return TokenTrace(position=position, **(given | fields))
+    return TokenTrace(position=position, **(defaults | fields))
 
 
 def completion(*tokens, **fields):
-    given = {"index": 0, "text": "aa", "token_ids": [5] * len(tokens), "finish_reason": "length"}
-    return CompletionTrace(tokens=list(tokens), **(given | fields))
+    defaults = {"index": 0, "text": "aa", "token_ids": [5] * len(tokens), "finish_reason": "length"}
+    return CompletionTrace(tokens=list(tokens), **(defaults | fields))
 
 
 def test_a_table_has_who_changed_what():
@@ -135,15 +135,15 @@ def test_hostile_texts_stay_texts():
     assert "\x1b" not in table
     assert "\u202e" not in table
     assert r"\u001b[31m" in table
-    found = Elements()
-    found.feed(trace.html())
-    assert "script" not in found.tags
-    assert not found.addresses
+    elements = Elements()
+    elements.feed(trace.html())
+    assert "script" not in elements.tags
+    assert not elements.addresses
     assert msgspec.json.decode(trace.json(), type=Trace) == trace
 
 
 class Elements(html.parser.HTMLParser):
-    """Collects the tags of a page, and what it would load or go to besides its own parts."""
+    """Collects the tags of a page, and its links to other pages and resources."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls of workers as bytes: what goes in comes out, and garbage is an error with a message."""
+"""Serialized calls of workers: round trips, and error messages for garbage."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def values(annotation):
 
 
 class Recording:
-    """A worker that keeps its arguments and returns what it was given."""
+    """A worker that keeps and returns its arguments."""
 
     def __init__(self, result=None, error=None):
         self.result, self.error = result, error
@@ -210,20 +210,20 @@ class Recording:
         return call
 
 
-def same(one, other):
+def same(first, other):
     """Return whether two values are equal, arrays by dtype and elements."""
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, msgspec.Struct):
-        fields = one.__struct_fields__
-        return all(same(getattr(one, field), getattr(other, field)) for field in fields)
-    if isinstance(one, ModelRunnerOutput):
-        return all(same(getattr(one, n), getattr(other, n)) for n in ModelRunnerOutput.__slots__)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
+    if isinstance(first, np.ndarray):
+        return first.dtype == other.dtype and np.array_equal(first, other)
+    if isinstance(first, msgspec.Struct):
+        fields = first.__struct_fields__
+        return all(same(getattr(first, field), getattr(other, field)) for field in fields)
+    if isinstance(first, ModelRunnerOutput):
+        return all(same(getattr(first, n), getattr(other, n)) for n in ModelRunnerOutput.__slots__)
+    if isinstance(first, dict):
+        return first.keys() == other.keys() and all(same(first[key], other[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(other) and all(map(same, first, other))
+    return type(first) is type(other) and first == other
 
 
 def answer(method, args=(), result=None, error=None):

@@ -100,10 +100,10 @@ def test_fields_of_a_table():
 
 
 def test_every_table_of_the_configuration_is_found_once():
-    found = list(walk_structs(EngineConfig))
-    assert found[0] is EngineConfig
-    assert PluginUse in found
-    assert len(found) == len(set(found))
+    tables = list(walk_structs(EngineConfig))
+    assert tables[0] is EngineConfig
+    assert PluginUse in tables
+    assert len(tables) == len(set(tables))
 
 
 def test_child_types():
@@ -131,6 +131,6 @@ def test_a_mapping_of_many_names_the_key_at_fault():
     class Table(Options):
         bias: dict[int, Annotated[float, Meta(le=1)]] = {}
 
-    given = {"bias": {**dict.fromkeys(range(100), 0.5), 57: 2.0}}
+    data = {"bias": {**dict.fromkeys(range(100), 0.5), 57: 2.0}}
     with pytest.raises(ValueError, match=r"^x\.bias\.57: expected a number <= 1, got 2\.0$"):
-        convert(given, Table, path="x")
+        convert(data, Table, path="x")

@@ -56,7 +56,7 @@ NUMBER = uuid.UUID(int=7)
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "expected"),
+    ("value", "field", "expected"),
     [
         ({"ints": {"7": 0.5}}, "ints", {7: 0.5}),
         ({"ints": {7: 0.5, "8": 1}}, "ints", {7: 0.5, 8: 1.0}),
@@ -77,14 +77,14 @@ NUMBER = uuid.UUID(int=7)
         ({"anything": {"7": 1, 8: 1}}, "anything", {"7": 1, 8: 1}),
     ],
 )
-def test_texts_stand_for_keys_of_other_types(given, field, expected):
-    converted = convert(given, Tables, path="a", str_keys=True)
+def test_texts_stand_for_keys_of_other_types(value, field, expected):
+    converted = convert(value, Tables, path="a", str_keys=True)
     assert getattr(converted, field) == expected
     assert convert(converted, Tables, path="a", str_keys=True) == converted
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("value", "message"),
     [
         ({"ints": {"x": 1, "7": 1}}, "a.ints: expected a whole number as key, got 'x'"),
         ({"ints": {"7": 1, "x": 1}}, "a.ints: expected a whole number as key, got 'x'"),
@@ -113,9 +113,9 @@ def test_texts_stand_for_keys_of_other_types(given, field, expected):
         ({"deep": {"1": {"2": "3"}}}, "a.deep.1.2: expected a whole number, got '3'"),
     ],
 )
-def test_what_does_not_fit_is_named(given, message):
+def test_what_does_not_fit_is_named(value, message):
     with pytest.raises(ConfigError) as error:
-        convert(given, Tables, path="a", str_keys=True)
+        convert(value, Tables, path="a", str_keys=True)
     assert str(error.value) == message
 
 

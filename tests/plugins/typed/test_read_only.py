@@ -105,7 +105,7 @@ def test_hooks_and_sinks_that_write_are_named(open_engine, expected):
 
 
 class Reader:
-    """Keeps what it is shown."""
+    """Keeps its inputs."""
 
     contract = 1
     seen: tuple = ()

@@ -18,7 +18,7 @@ LIST, DICT = ReadOnlyList([3, 1, 2]), ReadOnlyDict(a=1, b=2)
 
 def mutators(value):
     """The methods of a list or dict that change it, found by trying all of them."""
-    found = []
+    methods = []
     for name in dir(value):
         if name in ("__class__", "__init__", "__setattr__", "__delattr__"):
             continue
@@ -30,15 +30,15 @@ def mutators(value):
             except Exception:
                 continue
             if tried != value or (isinstance(value, dict) and list(tried) != list(value)):
-                found.append((name, arguments))
-    return found
+                methods.append((name, arguments))
+    return methods
 
 
 @pytest.mark.parametrize(("plain", "shown"), [([3, 1, 2], LIST), ({"a": 1, "b": 2}, DICT)])
 def test_every_method_that_changes_it_is_refused(plain, shown):
-    found = mutators(plain)
-    assert len({name for name, _ in found}) >= 7
-    for name, arguments in found:
+    methods = mutators(plain)
+    assert len({name for name, _ in methods}) >= 7
+    for name, arguments in methods:
         with pytest.raises(TypeError, match="is read-only: it belongs to the engine"):
             getattr(shown, name)(*arguments)
     assert shown == plain

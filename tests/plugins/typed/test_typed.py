@@ -1,4 +1,4 @@
-"""Typed values at the edge: each error gives path, value and what would be right, word by word."""
+"""Errors of typed values: path, value and expectation, word by word."""
 
 from __future__ import annotations
 
@@ -235,7 +235,8 @@ def test_msgspec_still_writes_its_errors_as_we_read_them():
 def test_what_is_no_plain_data_is_named_by_its_path(value, where):
     with pytest.raises(ConfigError) as error:
         convert(value, Outer, path="options")
-    assert str(error.value) == f"{where}: expected plain data: a builtins.object is none"
+    expected = f"{where}: expected plain data: a builtins.object cannot be converted"
+    assert str(error.value) == expected
 
 
 class _Circle(Strict, tag_field="type", tag="circle"):
@@ -251,7 +252,7 @@ class _Shapes(Strict):
 
 
 def test_unknown_fields_of_a_tagged_struct_are_answered_with_its_own():
-    given = {"shapes": [{"type": "square", "side": 1, "radios": 2}]}
+    data = {"shapes": [{"type": "square", "side": 1, "radios": 2}]}
     with pytest.raises(ConfigError) as raised:
-        convert(given, _Shapes, path="")
+        convert(data, _Shapes, path="")
     assert str(raised.value) == "shapes[0].radios: unknown field; known here: side"

@@ -37,8 +37,8 @@ class Requests(Table):
     """Right: gives requests."""
 
     def resolve(self, name):
-        found = super().resolve(name)
-        return found and LoRARequest(name=name, id=7, path=str(found))
+        path = super().resolve(name)
+        return path and LoRARequest(name=name, id=7, path=str(path))
 
 
 class NoContract(Table, contract=None):
@@ -47,8 +47,8 @@ class NoContract(Table, contract=None):
 
 class Strings(Table):
     def resolve(self, name):
-        found = super().resolve(name)
-        return found and str(found)
+        path = super().resolve(name)
+        return path and str(path)
 
 
 class Relative(Table):
@@ -58,8 +58,8 @@ class Relative(Table):
 
 class OfAnotherName(Requests):
     def resolve(self, name):
-        found = super().resolve(name)
-        return found and LoRARequest(name=found.name.upper(), id=7, path=found.path)
+        path = super().resolve(name)
+        return path and LoRARequest(name=path.name.upper(), id=7, path=path.path)
 
 
 class Once(Table):
@@ -134,12 +134,12 @@ class RemembersUnknown(Looks):
     def resolve(self, name):
         if name in self.unknown:
             return None
-        found = super().resolve(name)
-        if found is None:
+        path = super().resolve(name)
+        if path is None:
             self.unknown[name] = True
             if len(self.unknown) > 20:
                 del self.unknown[next(iter(self.unknown))]
-        return found
+        return path
 
 
 class RemembersAll(Looks):

@@ -279,7 +279,7 @@ class FirstBlockOnwards(Plain):
 
 
 class ReadsWholeBlocks(Plain):
-    """Sees what an earlier sequence has left in the last block."""
+    """Reads leftovers of an earlier sequence in the last block."""
 
     def slots(self, plan, index, length):
         return super().slots(plan, index, -(-length // plan.block_size) * plan.block_size)
@@ -514,9 +514,9 @@ class Coded(Viewed):
         if not self.is_coded:
             return super().read(cache, slots)
         codes = cache[0][:, slots].view(CODE_DTYPES[self.context.cache_dtype])
-        found = dequantize_heads(codes, self.read_scales(cache[1], slots), torch.float32)
-        found[0] = rotate_heads(found[0])
-        return found
+        keys = dequantize_heads(codes, self.read_scales(cache[1], slots), torch.float32)
+        keys[0] = rotate_heads(keys[0])
+        return keys
 
     def read_scales(self, scales, slots):
         return scales[:, slots]
@@ -538,10 +538,10 @@ class OwnUncoded(Coded):
         self.own = plan.slots, torch.stack((k, v)).float()
 
     def read(self, cache, slots):
-        found, (own, sides) = super().read(cache, slots), self.own
-        at, index = (slots[:, None] == own).nonzero().unbind(1)
-        found[:, at] = sides[:, index]
-        return found
+        sides_of, (own_slots, sides) = super().read(cache, slots), self.own
+        at, index = (slots[:, None] == own_slots).nonzero().unbind(1)
+        sides_of[:, at] = sides[:, index]
+        return sides_of
 
 
 class KeepsScales(Coded):
@@ -590,13 +590,13 @@ class OwnUnrounded(RowByRow):
     """Stores keys and values without their last 6 bits; attends to the step's as they are."""
 
     def write(self, cache, plan, k, v):
-        own = torch.stack((k, v))
-        self.own = plan.slots, own.float()
-        bits = own.float().view(torch.int32) & ~0x3F
+        step_sides = torch.stack((k, v))
+        self.own = plan.slots, step_sides.float()
+        bits = step_sides.float().view(torch.int32) & ~0x3F
         cache[:, plan.slots] = bits.view(torch.float32).to(cache.dtype)
 
     def read(self, cache, slots):
-        found, (own, sides) = super().read(cache, slots), self.own
-        at, index = (slots[:, None] == own).nonzero().unbind(1)
-        found[:, at] = sides[:, index]
-        return found
+        sides_of, (own_slots, sides) = super().read(cache, slots), self.own
+        at, index = (slots[:, None] == own_slots).nonzero().unbind(1)
+        sides_of[:, at] = sides[:, index]
+        return sides_of

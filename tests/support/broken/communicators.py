@@ -103,8 +103,8 @@ class NoCopy(Right):
 
     def recv(self, x, source):
         super().recv(x, source)
-        kept = _kept.pop((id(self._exchange), source, self.rank))
-        return x.copy_(kept)
+        message = _kept.pop((id(self._exchange), source, self.rank))
+        return x.copy_(message)
 
 
 _kept: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -141,7 +141,7 @@ class NewestFirst(Right):
 
 
 class Mixes(Right):
-    """Messages of any rank count as those of the one that is asked."""
+    """Messages of any rank count as messages of the requested one."""
 
     def send(self, x, destination):
         self._check_rank("destination", destination, is_other=True)

@@ -117,8 +117,8 @@ class Abstract(Right):
     @classmethod
     def adapt(cls, target, source):
         super().adapt(target, source)
-        own = {"contract": 1, "adapter": "half", "phase": Phase.BIAS}
-        return type("Half", (AdaptedComponent, LogitsProcessor), own)
+        members = {"contract": 1, "adapter": "half", "phase": Phase.BIAS}
+        return type("Half", (AdaptedComponent, LogitsProcessor), members)
 
 
 class Counts(Right):

@@ -302,7 +302,7 @@ class RefusesAll(Threaded):
 
 
 class OneInfo(Threaded):
-    """Returns what one worker is enough for."""
+    """Returns data of one worker only."""
 
     def start(self):
         return super().start()[:1]
@@ -338,7 +338,7 @@ class WaitsForAll(Threaded):
 
 
 class FirstRankOnly(Threaded):
-    """Takes the result of rank 0 for that of all."""
+    """Uses the result of rank 0 for all ranks."""
 
     def output(self, futures):
         return futures[0]

@@ -174,7 +174,7 @@ class ReturnsNone(State):
 @with_state
 class Disagrees(State):
     def advance(self, token_id):
-        """Accept a token whose first byte is right."""
+        """Accept a token by its first byte."""
         text = self.grammar.texts[token_id][:1]
         left = [rest[1:] for rest in self.rests[-1] if text and rest.startswith(text)]
         left = super().left(token_id) or left

@@ -293,7 +293,7 @@ async def refuse_by_number(app, scope, receive, send):
 
 
 class TextStatus(Response):
-    """A response whose status is a text."""
+    """A response with a text as its status."""
 
     def __init__(self):
         super().__init__("ok")
@@ -301,7 +301,7 @@ class TextStatus(Response):
 
 
 class TextHeaders(Response):
-    """A response whose headers are texts."""
+    """A response with texts as its headers."""
 
     def init_headers(self, headers=None):
         self.raw_headers = [("x-acme", "yes")]
@@ -364,7 +364,7 @@ ReturnsTrue = adds(Authenticator(authenticate=returns_true))
 
 
 class Kept:
-    """A store that keeps what it should, unless a subclass does otherwise."""
+    """A correct store, unless a subclass overrides a method."""
 
     def __init__(self):
         self.kept = {}
@@ -383,7 +383,7 @@ class Kept:
 
 
 class OfAll(Kept):
-    """Owners see what others have."""
+    """Owners see the records of others."""
 
     def key(self, owner, response_id):
         return response_id
@@ -411,7 +411,7 @@ class NeverDeletes(Kept):
 
 
 class DeletesInSilence(Kept):
-    """A deletion does not report what it did."""
+    """A deletion does not report its result."""
 
     async def delete(self, owner, response_id):
         self.kept.pop(self.key(owner, response_id), None)
@@ -424,9 +424,9 @@ class Misses(Kept):
         return self.kept[self.key(owner, response_id)]
 
 
-def stores(kept):
+def stores(make_store):
     """Return a plugin that adds a store."""
-    store = kept()
+    store = make_store()
     return adds(ResponseStore(put=store.put, get=store.get, delete=store.delete))
 
 

@@ -74,7 +74,7 @@ class NoAnswer(Rows):
 
 
 class Trusts(Rows):
-    """Believes that an input is what it should be."""
+    """Does not validate its input."""
 
     Request = None
 
@@ -83,7 +83,7 @@ class Trusts(Rows):
 
 
 class Lenient(Rows):
-    """Takes what it has to refuse."""
+    """Accepts invalid input."""
 
     class Request(Request, kw_only=True):
         nmae: str = ""
@@ -115,7 +115,7 @@ class OutOfVocabulary(Rows):
 
 
 class KeepsTheName(Rows):
-    """Keeps in itself what belongs to a call."""
+    """Keeps the state of a call in the processor."""
 
     def pre_process(self, request):
         self.request = request
@@ -188,9 +188,9 @@ class Appends(Rows):
     """Appends to the outputs of the model, in the place where the caller has them, too."""
 
     def post_process(self, request, outputs):
-        found = super().post_process(request, outputs)
+        answer = super().post_process(request, outputs)
         outputs.clear()
-        return found
+        return answer
 
 
 class Sleeps(Rows):
@@ -198,6 +198,14 @@ class Sleeps(Rows):
 
     def pre_process(self, request):
         spend(0.3)
+        return super().pre_process(request)
+
+
+class SleepsForSeconds(Rows):
+    """Waits for longer than the suite permits by default."""
+
+    def pre_process(self, request):
+        spend(3.0)
         return super().pre_process(request)
 
 

@@ -1,4 +1,4 @@
-"""KV connectors with one mistake each, and a right one that keeps a file per block."""
+"""KV connectors with one mistake each, and a correct one with a file per block."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class LoadsOneBlockEverywhere(ShelfScheduler):
 
 @with_half
 class ForgetsTheLocalPrefix(ShelfScheduler):
-    """Loads into the first blocks of a table, though the local cache has filled those."""
+    """Loads into the first blocks of a table, though the local cache has filled them."""
 
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
         first = self.matched.get(request.request_id, 0)
@@ -259,7 +259,7 @@ class _SavesAll(ShelfScheduler):
 
 
 class SavesAfterAFailedLoad(Shelf):
-    """Keeps what a step computed from blocks that could not be loaded."""
+    """Saves blocks computed from blocks that could not be loaded."""
 
     scheduler_class = _SavesAll
 
@@ -275,7 +275,7 @@ class _SavesOthers(ShelfWorker):
 
 
 class SavesOthersAfterAFailedLoad(Shelf):
-    """Drops the saves of the request whose load failed, and not of those that share its blocks."""
+    """Drops the saves of the request with the failed load, and keeps the saves of its sharers."""
 
     scheduler_class, worker_class = _SavesAll, _SavesOthers
 

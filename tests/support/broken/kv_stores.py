@@ -116,8 +116,8 @@ class FindsNone(Right):
 
 class StopsAtMiss(Right):
     def lookup(self, keys):
-        found = super().lookup(keys)
-        return found[: found.index(False)] if False in found else found
+        present = super().lookup(keys)
+        return present[: present.index(False)] if False in present else present
 
 
 class AnswersNone(Right):
@@ -201,7 +201,7 @@ class WritesOutside(Right):
 
 
 class WritesLate(Right):
-    """Writes what it gave once more when it gives the next."""
+    """Writes the previous block again when it returns the next."""
 
     last = None
 
@@ -218,8 +218,8 @@ class TornBlocks(Right):
 
     def store(self, key, buffer):
         block = self.blocks.setdefault(key, self.taken(buffer))
-        for kept, part in zip(block, buffer, strict=True):
-            kept[:] = part
+        for stored, part in zip(block, buffer, strict=True):
+            stored[:] = part
             time.sleep(0.005)
         return True
 

@@ -89,7 +89,7 @@ class Quantized(Json):
 
 
 class Halves(Sample, Quantization, contract=1):
-    """Reads what `Quantized` yields."""
+    """Reads the weights of `Quantized`."""
 
     def read(self, stored):
         codes = stored.tensor("halves", torch.int8, stored.shape)
@@ -257,12 +257,12 @@ class NoVocabulary(Json):
 
 
 def with_config(name, **fields):
-    """Return a loader whose configuration has other fields."""
+    """Return a loader with other fields in its configuration."""
 
     class Loader(Json):
         def config(self):
-            given = {"architecture": "Tiny", "hf": {}, "vocab_size": 6}
-            return ModelConfig(**given | {"max_position_embeddings": 8} | fields)
+            defaults = {"architecture": "Tiny", "hf": {}, "vocab_size": 6}
+            return ModelConfig(**defaults | {"max_position_embeddings": 8} | fields)
 
     Loader.__name__ = Loader.__qualname__ = name
     return Loader
@@ -358,7 +358,7 @@ class RawErrors(Json):
 
 
 class FillsUp(Json):
-    """Makes up what a damaged file lacks."""
+    """Invents missing parts of a damaged file."""
 
     def read(self):
         try:
@@ -375,7 +375,7 @@ class WritesAnIndex(Json):
 
 
 class CachesByClass(Json):
-    """Keeps what it has read in its class."""
+    """Caches contents in its class."""
 
     content = None
 
@@ -386,7 +386,7 @@ class CachesByClass(Json):
 
 
 class CachesByName(Json):
-    """Keeps what it has read by the name of the folder, which others have, too."""
+    """Caches contents by the name of the folder, which other folders share."""
 
     contents = {}
 
@@ -400,7 +400,7 @@ class CachesByName(Json):
 
 
 class CachesByPath(Json):
-    """Keeps what it has read by its path."""
+    """Caches contents by its path."""
 
     contents = {}
 
@@ -421,11 +421,11 @@ class Shares(Json):
         Shares.newest = context
 
     def read(self):
-        own, self.context = self.context, Shares.newest
+        context, self.context = self.context, Shares.newest
         try:
             return super().read()
         finally:
-            self.context = own
+            self.context = context
 
 
 class IgnoresTags(Json):

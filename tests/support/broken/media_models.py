@@ -48,14 +48,14 @@ class Seeing(Tiny):
 
 
 def with_format(name, **attributes):
-    """Return a model whose format has other attributes."""
+    """Return a model with other attributes of its format."""
     media = type(name, (Squares,), attributes)
     media_format = classmethod(lambda cls, config, files: media())
     return type(name, (Seeing,), {"media_format": media_format, "__module__": __name__})
 
 
 def with_mistake(name, mistake):
-    """Return a model whose program makes a mistake."""
+    """Return a model with a mistake in its program."""
     return with_format(name, processor_settings={"side": SIDE, "mistake": mistake})
 
 
@@ -107,12 +107,12 @@ class MeanOfAll(Seeing):
     """Subtracts the mean of all items."""
 
     def encode_media(self, modality, items):
-        found = super().encode_media(modality, items)
-        return [one - sum(found) / (1 + len(found)) for one in found]
+        embeddings = super().encode_media(modality, items)
+        return [embedding - sum(embeddings) / (1 + len(embeddings)) for embedding in embeddings]
 
 
 class ScalesItems(Seeing):
-    """Writes to what it is given."""
+    """Mutates its inputs."""
 
     def seen(self, item):
         item //= 2

@@ -71,7 +71,7 @@ class GoodPlaces(FrontendHalf):
 
 
 class GoodCacheHalf(EngineHalf):
-    """Sends what workers do not have."""
+    """Sends the embeddings that workers lack."""
 
     every_plan = True
     max_encoder_tokens = ROOM
@@ -195,7 +195,7 @@ SUITE = {
 
 
 def part_of(**halves):
-    """Return a part of which one half is another one, named as that."""
+    """Return a part with one half replaced, named like that half."""
     ((_, half),) = halves.items()
     name = half.__name__.strip("_")
     return type(name, (GoodMedia,), {**halves, "__module__": __name__})
@@ -226,14 +226,14 @@ def _as_list(self, prompt, reader):
 
 
 def _without_last(self, prompt, reader):
-    given = GoodPlaces.read_prompt(self, prompt, reader)
-    return dataclasses.replace(given, fields={"features": given.fields["features"][:-1]})
+    result = GoodPlaces.read_prompt(self, prompt, reader)
+    return dataclasses.replace(result, fields={"features": result.fields["features"][:-1]})
 
 
 def _pops(self, prompt, reader):
-    given = GoodPlaces.read_prompt(self, prompt, reader)
+    result = GoodPlaces.read_prompt(self, prompt, reader)
     prompt["multi_modal_data"]["image"].pop()
-    return given
+    return result
 
 
 def _any_modality(self, prompt, reader):

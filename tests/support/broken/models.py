@@ -273,7 +273,7 @@ class ShapesAsList(Tiny):
 
 
 class ForgetsAWeight(Tiny):
-    """Never loads the head, and uses what it was made with."""
+    """Never loads the head, and uses its initial values."""
 
     def load_weights(self, weights):
         super().load_weights(weights)

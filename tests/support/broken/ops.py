@@ -116,7 +116,7 @@ class KeepsAMatrixAside(Kept):
 
 
 class Codes(Plain):
-    """Right: keeps codes as numbers in float32, whose rows can be read."""
+    """Right: keeps codes as numbers in float32, with readable rows."""
 
     code_bits = (4, 5, 6, 8)
     layout = "numbers"

@@ -109,7 +109,7 @@ class OtherTags(Right):
 
 
 class OtherMarkers(Right):
-    """Its markers are those of another format."""
+    """Has the markers of another format."""
 
     def markers(self):
         return ReasoningMarkers(start=self.encoded("<reason>"), end=self.encoded(END))
@@ -177,7 +177,7 @@ class EndsCallsTwice(_Wrapped):
 
 
 class EndsCutCalls(_Wrapped):
-    """Ends a call whose arguments are cut as a complete one."""
+    """Ends a call with truncated arguments as a complete one."""
 
     class State(Forwarding):
         def finish(self):
@@ -235,9 +235,9 @@ def whole(text, reasoning_open):
         events.append(ReasoningText(reasoning))
     content, call, rest = text.partition("<tool_call>")
     events.append(ContentText(content))
-    found = re.fullmatch(r'\{"name": "(\w+)", "arguments": (\{.*\})\}</tool_call>', rest)
-    if found:
-        events += [ToolCallBegin(found[1]), ToolCallArguments(found[2]), ToolCallEnd()]
+    match = re.fullmatch(r'\{"name": "(\w+)", "arguments": (\{.*\})\}</tool_call>', rest)
+    if match:
+        events += [ToolCallBegin(match[1]), ToolCallArguments(match[2]), ToolCallEnd()]
     else:
         events.append(ContentText(call + rest))
     return events

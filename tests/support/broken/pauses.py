@@ -59,8 +59,8 @@ class StaysPaused(WithCache):
     def change(self, cache):
         self.late = set()
 
-        def admit(request, *given, **named):
-            return request.request_id not in self.late and cache.admit(request, *given, **named)
+        def admit(request, *args, **named):
+            return request.request_id not in self.late and cache.admit(request, *args, **named)
 
         self.cache.admit = admit
 

@@ -259,7 +259,7 @@ class RemembersHashes(Oldest):
 
 
 class RemembersBlockIds(Oldest):
-    """Evicts those first that were evicted before, of which it knows no more than the number."""
+    """Evicts blocks first that were evicted before, remembered by number only."""
 
     def __init__(self, context):
         super().__init__(context)

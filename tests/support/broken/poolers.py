@@ -133,7 +133,7 @@ class LeavesThread(Largest):
 
 @with_state
 class Multiplies(State):
-    """Multiplies each chunk by a matrix, whose rounding depends on its number of rows."""
+    """Multiplies each chunk by a matrix; the rounding depends on its number of rows."""
 
     def update(self, hidden):
         generator = torch.Generator().manual_seed(0)

@@ -120,9 +120,9 @@ class BatchBias(Sample, BatchLogitsProcessor, contract=1):
             self.removed(row)
         for added in update.added:
             self.by_row.pop(added.row, None)
-            given = added.params.plugin_args.get(self.name)
-            if given is not None:
-                self.by_row[added.row] = given.by
+            arguments = added.params.plugin_args.get(self.name)
+            if arguments is not None:
+                self.by_row[added.row] = arguments.by
         for move in update.moved:
             self.moved(move)
 
@@ -186,8 +186,8 @@ class DropsTies(Sample, LogitsProcessor, contract=1):
 
     def apply(self, logits, rows):
         last = logits.shape[1] - 1 - logits.flip(-1).argmax(-1, keepdim=True)
-        kept = torch.full_like(logits, -math.inf)
-        return kept.scatter(1, last, logits.gather(1, last))
+        masked = torch.full_like(logits, -math.inf)
+        return masked.scatter(1, last, logits.gather(1, last))
 
 
 class Counter(Sample, SparseLogitsProcessor, contract=1):
@@ -207,8 +207,8 @@ class Counter(Sample, SparseLogitsProcessor, contract=1):
 
     def edits(self, rows):
         values = [
-            len(state) * given.scale
-            for state, given in zip(rows.states(), rows.arguments(), strict=True)
+            len(state) * arguments.scale
+            for state, arguments in zip(rows.states(), rows.arguments(), strict=True)
         ]
         return Edits(range(len(rows)), [0] * len(rows), values, Op.ADD)
 
@@ -433,8 +433,8 @@ class Observer(Sample, LogitsProcessor, contract=1):
         return self.State()
 
     def apply(self, logits, rows):
-        for row, (state, own) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
-            logits[row, 0] += own.by * state.total
+        for row, (state, arguments) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
+            logits[row, 0] += arguments.by * state.total
         return logits
 
     def observe(self, state, token, logprob):
@@ -480,7 +480,7 @@ class ObservesNothing(Observer):
 
 
 class RemembersLogits(Observer):
-    """Takes what `apply` saw into the state, where another engine never ran it."""
+    """Stores inputs of `apply` in the state, which another engine never ran."""
 
     supports_drafts = False
 
@@ -556,7 +556,7 @@ class Repeated(Sample, LogitsProcessor, contract=1):
 
 
 class PromptAndOutput(Sample, LogitsProcessor, contract=1):
-    """Raises a logit once a token has come; misses one that the prompt has too when it starts."""
+    """Raises a logit after a token; misses a token in the prompt when it starts."""
 
     phase = Phase.BIAS
 

@@ -213,7 +213,7 @@ class TakesAnyDtype(Own):
 
 
 def own(**members):
-    """Return a scheme whose matrices have other methods."""
+    """Return a scheme with other methods of its matrices."""
     matrix = type("Matrix", (Numbers,), members)
     return type("Own", (Own,), {"matrix": matrix, "__module__": __name__})
 
@@ -225,7 +225,7 @@ def named(name, **members):
 
 
 def _multiply_with(change):
-    """Return a `linear` whose function `change` wraps."""
+    """Return a `linear` with its function wrapped by `change`."""
     return lambda self, bias, out_dtype: change(Numbers.linear(self, bias, out_dtype))
 
 
@@ -296,7 +296,7 @@ SAMPLE = QuantizedWeight(
 
 
 def samples(_self=None):
-    """Return a stored matrix, and what is wrong with others."""
+    """Return a stored matrix, and the mistakes of others."""
     scales = SAMPLE.tensors["scales"].clone()
     weight = SAMPLE.tensors["codes"] * scales.repeat_interleave(GROUP, 1)
     bad = {"codes": SAMPLE.tensors["codes"], "scales": scales * math.nan}

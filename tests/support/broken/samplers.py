@@ -83,8 +83,8 @@ class SeedsTheGlobalGenerator(Gumbel):
 class NoiseByRow(Gumbel):
     def noise(self, logits, rows):
         pairs = zip(rows.seeds.tolist(), rows.positions.tolist(), strict=True)
-        found = [noise(s + i, p, logits.shape[1]) for i, (s, p) in enumerate(pairs)]
-        return torch.stack(found)
+        noises = [noise(s + i, p, logits.shape[1]) for i, (s, p) in enumerate(pairs)]
+        return torch.stack(noises)
 
 
 class NoiseOfTheBatch(Gumbel):

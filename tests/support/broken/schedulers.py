@@ -22,9 +22,9 @@ POET = LoRARequest("poet", 1)
 class Override:
     """Forwards to another object, except for a few attributes of its own."""
 
-    def __init__(self, inner, **own):
+    def __init__(self, inner, **attributes):
         self._inner = inner
-        self.__dict__ |= own
+        self.__dict__ |= attributes
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -150,18 +150,18 @@ class MixesAdapters(WithCache):
 
 class Starves(WithCache):
     def change(self, cache):
-        def admit(request, *given, **named):
-            return request.order != 1 and cache.admit(request, *given, **named)
+        def admit(request, *args, **named):
+            return request.order != 1 and cache.admit(request, *args, **named)
 
         self.cache.admit = admit
 
 
 class LeavesPromptsNoTime(WithCache, contract=2):
     def change(self, cache):
-        def admit(*given, **named):
+        def admit(*args, **named):
             cost = self.context.step_cost().milliseconds(prompts=1, prompt_tokens=1)
             limit = self.context.limits.step_milliseconds
-            return not 0 < limit < cost and cache.admit(*given, **named)
+            return not 0 < limit < cost and cache.admit(*args, **named)
 
         self.cache.admit = admit
 

@@ -244,7 +244,7 @@ class ForgetsTheHead(Shared):
 
 
 class SumsStages(Shared):
-    """Adds up what the ranks of the stage before have given, which is whole already."""
+    """Adds up the results of the previous stage's ranks, which are whole already."""
 
     def begun(self, batch):
         if batch.hidden is None:

@@ -7,7 +7,7 @@ from support.samples import Sample, spend
 
 
 class LastPair(Sample, Speculator, contract=1):
-    """Right: what followed the last token where it stood before, kept for each request."""
+    """Right: the token that followed an earlier occurrence of the last token, per request."""
 
     def start(self, request):
         return {"after": {}, "seen": []}
@@ -87,24 +87,24 @@ class MixesScopes(LastPair):
 
 
 class ByPlace(LastPair):
-    """Keeps states by the place of a request among those of the step."""
+    """Keeps states by the place of a request in the step."""
 
     def __init__(self, context):
         super().__init__(context)
         self.states = {}
 
     def propose(self, requests, budget):
-        found = []
+        drafts = []
         for place, request in enumerate(requests):
             state = self.states.setdefault(place, {"after": {}, "seen": []})
             request.state.update(state)
-            found.append(self.follow(request)[: request.limit])
+            drafts.append(self.follow(request)[: request.limit])
             self.states[place] = dict(request.state)
-        return found
+        return drafts
 
 
 class ReadsNewTokensOnly(LastPair):
-    """Counts what it was shown, not what there was before."""
+    """Counts only the tokens shown to it, not earlier ones."""
 
     def start(self, request):
         return {"after": {}, "seen": [*request.prompt_token_ids, *request.output_token_ids]}

@@ -9,7 +9,7 @@ from support.broken.models import HIDDEN, Tiny
 
 
 class Summing(Tiny):
-    """Right: the second layer adds a decayed sum of what came before."""
+    """Right: the second layer adds a decayed sum of earlier inputs."""
 
     def kv_specs(self):
         return super().kv_specs()[:1]

@@ -14,7 +14,7 @@ from .step_parts import Good, GoodHalf, GoodWorker, GoodWorkerHalf
 
 
 class BudgetHalf(EngineHalf):
-    """Takes the tokens that a request may need from a budget, and returns those that it did not."""
+    """Takes a request's maximum tokens from a budget, and returns unused ones."""
 
     def __init__(self, context, size):
         self.clock, self.size = context.clock, size
@@ -87,7 +87,7 @@ def part_of(half, base=Budget, attribute="half"):
 
 
 class _ReturnsOnPreemptionHalf(BudgetHalf):
-    """Returns the price of a request that is preempted, whose gate is not called again."""
+    """Returns the price of a preempted request; its gate is not called again."""
 
     def preempted(self, request_id):
         self.left = min(self.level() + self.taken[request_id], self.size)
@@ -108,7 +108,7 @@ class _SubtractsOnPreemptionHalf(BudgetHalf):
 
 
 class _CountsPlansHalf(BudgetHalf):
-    """Counts the tokens of plans, of which some are lost."""
+    """Counts the tokens of plans, including lost ones."""
 
     def begin(self, plan):
         for name in self.planned(plan):
@@ -228,7 +228,7 @@ LeavesThread = part_of(_LeavesThreadHalf, GoodWorker, "worker")
 
 
 class _FirstRowAloneHalf(GoodWorkerHalf):
-    """Changes the first of the rows of each request, and skips those of drafts."""
+    """Changes the first of the rows of each request, and skips draft rows."""
 
     def logits(self, logits, request_ids):
         changed = logits.clone()
@@ -267,7 +267,7 @@ class _SkipsDraftTokensHalf(GoodWorkerHalf):
 
 
 class _CountsRowsHalf(GoodWorkerHalf):
-    """Adds the number of rows that a request has had, those of rejected drafts included."""
+    """Adds the number of rows of a request, including rejected drafts."""
 
     def __init__(self):
         super().__init__()

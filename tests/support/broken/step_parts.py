@@ -225,12 +225,12 @@ class GivesNoHalf(Good):
 
 class _MasksOthersHalf(GoodHalf):
     def mask(self, plan):
-        found = super().mask(plan)
+        masks = super().mask(plan)
         others = [name for name in plan.num_scheduled_tokens if name not in self.requests]
-        if found is None or not others:
-            return found
-        rows = np.concatenate([found.bitmask, found.bitmask[:1]])
-        return GrammarBitmask([*found.request_ids, others[0]], rows)
+        if masks is None or not others:
+            return masks
+        rows = np.concatenate([masks.bitmask, masks.bitmask[:1]])
+        return GrammarBitmask([*masks.request_ids, others[0]], rows)
 
 
 class _ChangingCostHalf(GoodHalf):
@@ -289,7 +289,7 @@ class _RaisesInLostHalf(GoodHalf):
 
 
 class _CountsPlansHalf(GoodHalf):
-    """Advances by the plans that it saw, of which some are lost."""
+    """Advances by its plans, including lost ones."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -309,7 +309,7 @@ class _CountsPlansHalf(GoodHalf):
 
 
 class _CountsResultsHalf(GoodHalf):
-    """Advances by the tokens of results, and so misses those that a fork comes with."""
+    """Advances by the tokens of results, and so misses the initial outputs of a fork."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -381,7 +381,7 @@ class _FaultAsTextHalf(GoodHalf):
 
 
 class _RemembersHalf(GoodHalf):
-    """Keeps what an aborted or finished request had first."""
+    """Keeps the first value of an aborted or finished request."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -414,8 +414,8 @@ class _WrongShapeHalf(GoodHalf):
 
 class _WrongTypeHalf(GoodHalf):
     def mask(self, plan):
-        found = super().mask(plan)
-        return found and GrammarBitmask(found.request_ids, found.bitmask.astype(np.int64))
+        masks = super().mask(plan)
+        return masks and GrammarBitmask(masks.request_ids, masks.bitmask.astype(np.int64))
 
 
 class _OneRowEachHalf(GoodHalf):
@@ -564,7 +564,7 @@ class _NotFiniteHalf(GoodWorkerHalf):
 
 class _WrongLayerHalf(GoodWorkerHalf):
     def around_layers(self, attend):
-        return lambda layer, *given: attend(0, *given)
+        return lambda layer, *args: attend(0, *args)
 
 
 class _KeepsEndedHalf(GoodWorkerHalf):
@@ -662,8 +662,8 @@ class ReadsIntoList(Good):
 class CutsNothing(Good):
     class Requests(ReadsLetters.Requests):
         def read_prompt(self, prompt, reader):
-            given = GivenPrompt(token_ids=[97] * prompt["letters"])
-            return dataclasses.replace(given, cut=lambda limit: given)
+            read = GivenPrompt(token_ids=[97] * prompt["letters"])
+            return dataclasses.replace(read, cut=lambda limit: read)
 
 
 class ReadsNoToken(Good):
@@ -720,9 +720,9 @@ class _ReaderFormat(OutputFormat):
 
 
 def format_of(reader):
-    """Return a part whose format has a reader."""
-    own = type("Format", (_ReaderFormat,), {"reader": reader})
-    half = type("Half", (GoodRequests,), {"output_format": lambda *_: own()})
+    """Return a part with a reader in its format."""
+    format_class = type("Format", (_ReaderFormat,), {"reader": reader})
+    half = type("Half", (GoodRequests,), {"output_format": lambda *_: format_class()})
     name = reader.__name__.strip("_")
     return type(name, (Good,), {"Requests": half, "__module__": __name__})
 

@@ -122,7 +122,7 @@ class KeepsArguments(Scaled):
 
 
 class KeepsByLayer(Scaled):
-    """Keeps what it computed of the first request at a site."""
+    """Keeps the values of the first request at a site."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -134,7 +134,7 @@ class KeepsByLayer(Scaled):
 
 
 class Multiplies(Norms):
-    """Multiplies by a matrix, whose rounding depends on the number of rows."""
+    """Multiplies by a matrix; the rounding depends on the number of rows."""
 
     def __init__(self, context):
         super().__init__(context)

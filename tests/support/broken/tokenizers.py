@@ -37,7 +37,7 @@ class ByteStream:
 
 
 class Bytes(Sample, Tokenizer, contract=1):
-    """Correct: one token per byte, and one that ends a text."""
+    """Correct: one token per byte, and one for the end of a text."""
 
     vocab_size = 257
     eos_token_ids = (EOS,)
@@ -110,7 +110,7 @@ class CharactersAsBytes(Bytes):
 
 
 class ReversesBytes(Bytes):
-    """Its vocabulary mistakes the bytes of which longer characters consist."""
+    """Its vocabulary reverses the bytes of longer characters."""
 
     def vocabulary(self):
         return Vocabulary(tokens=(*BYTES[:128], *BYTES[:127:-1], b"<eos>"), special=(EOS,))

@@ -1,4 +1,4 @@
-"""Step parts whose worker half verifies drafts with one mistake each."""
+"""Step parts with a worker half that verifies drafts with one mistake each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .step_parts import GoodWorkerHalf, part_of_worker
 
 
 class _VerifierHalf(GoodWorkerHalf):
-    """Samples the rows of each request in turn, and accepts what it should."""
+    """Samples the rows of each request in turn, and accepts correct drafts."""
 
     def verify_drafts(self, step):
         return [self.accepted(step, index) for index in range(len(step.requests))]

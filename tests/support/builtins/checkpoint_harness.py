@@ -118,18 +118,18 @@ def stored_tensors(model, architecture: str) -> Iterator[tuple[str, torch.Tensor
             parts = _of_the_delta_rule(name, tensor, model.config, architecture)
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        for own, part in parts.items():
-            own = own.replace("_correction_bias", "_correction.bias")
-            suffix = ".bias" if own.endswith("_bias") else ".weight"
-            if ".experts." in own:
-                own = own.removesuffix("_bias")
-            stored = names.get_name(own, try_suffixes=(".weight", ".bias"))
-            is_whole = ".experts." not in own and not own.endswith(".sinks")
+        for part_name, part in parts.items():
+            part_name = part_name.replace("_correction_bias", "_correction.bias")
+            suffix = ".bias" if part_name.endswith("_bias") else ".weight"
+            if ".experts." in part_name:
+                part_name = part_name.removesuffix("_bias")
+            stored = names.get_name(part_name, try_suffixes=(".weight", ".bias"))
+            is_whole = ".experts." not in part_name and not part_name.endswith(".sinks")
             yield stored if is_whole else f"{stored}{suffix}", part
 
 
 def _experts_of_gpt_oss(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the converter makes of a stacked tensor: rows of gate and up are in turn."""
+    """Yield the converter's tensors of a stacked tensor: rows of gate and up alternate."""
     rows = tensor if name.endswith("_bias") else tensor.transpose(1, 2)
     if "gate_up_proj" not in name:
         yield name, rows
@@ -171,8 +171,8 @@ def _alternating(name: str, tensor: torch.Tensor, config) -> torch.Tensor:
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     first = len(rows) - values * size
     heads = rows[first:].unflatten(0, (keys, values // keys, size)).transpose(0, 1)
-    found = torch.cat([rows[:first], heads.flatten(0, 2)])
-    return found.T if is_output else found
+    rows_out = torch.cat([rows[:first], heads.flatten(0, 2)])
+    return rows_out.T if is_output else rows_out
 
 
 def _permutation(architecture: str, name: str, count: int) -> np.ndarray:

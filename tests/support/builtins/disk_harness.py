@@ -1,4 +1,4 @@
-"""Stores of the kind "disk" with small blocks whose content follows from their number."""
+"""Stores of the kind "disk" with small blocks; their content follows from their number."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def has(store: DiskStore, number: int) -> bool:
 
 def kept(store: DiskStore, numbers) -> list[int]:
     """Return which blocks are there; a lookup returns the same."""
-    found = [number for number in numbers if has(store, number)]
+    present = [number for number in numbers if has(store, number)]
     answers = store.lookup([key(number) for number in numbers])
-    assert [n for n, answer in zip(numbers, answers, strict=True) if answer] == found
-    return found
+    assert [n for n, answer in zip(numbers, answers, strict=True) if answer] == present
+    return present
 
 
 def descriptors() -> set[str]:

@@ -1,4 +1,4 @@
-"""Kills processes that use a disk store, and looks at what they leave.
+"""Kills processes that use a disk store, and checks the remaining files.
 
 disk_kills.py lines FOLDER STEP           at each STEP-th line of what a store does
 disk_kills.py crowd FOLDER SECONDS        at random moments, several at once
@@ -123,8 +123,8 @@ def _fork(folder: Path, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    what, where, count = sys.argv[1:]
-    if what == "lines":
+    ending, where, count = sys.argv[1:]
+    if ending == "lines":
         kill_at_lines(Path(where), int(count))
     else:
         kill_crowd(Path(where), float(count))

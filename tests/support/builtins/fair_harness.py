@@ -1,4 +1,4 @@
-"""A continuous-batching loop without a model, which keeps its own account of what it served."""
+"""A continuous-batching loop without a model, with its own account of served tokens."""
 
 from __future__ import annotations
 

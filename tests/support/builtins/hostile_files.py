@@ -53,8 +53,8 @@ CONFIG = TINY | {
 def shapes() -> dict[str, tuple[int, ...]]:
     """Return the shapes of the checkpoint's weights by Hugging Face name."""
     hidden, inner, kv = 64, 96, 32
-    found = {"model.embed_tokens.weight": (260, hidden), "model.norm.weight": (hidden,)}
-    found["lm_head.weight"] = (260, hidden)
+    sizes = {"model.embed_tokens.weight": (260, hidden), "model.norm.weight": (hidden,)}
+    sizes["lm_head.weight"] = (260, hidden)
     for layer in range(2):
         prefix = f"model.layers.{layer}"
         for name, shape in {
@@ -68,8 +68,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
         }.items():
-            found[f"{prefix}.{name}.weight"] = shape
-    return found
+            sizes[f"{prefix}.{name}.weight"] = shape
+    return sizes
 
 
 def write_folder(folder: Path) -> Path:
@@ -78,9 +78,9 @@ def write_folder(folder: Path) -> Path:
     weights = {name: torch.randn(shape) * 0.1 for name, shape in shapes().items()}
     names = sorted(weights)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, own in parts.items():
-        save_file({name: weights[name] for name in own}, folder / file)
-    where = {name: file for file, own in parts.items() for name in own}
+    for file, tensor_names in parts.items():
+        save_file({name: weights[name] for name in tensor_names}, folder / file)
+    where = {name: file for file, names in parts.items() for name in names}
     contents = {
         "model.safetensors.index.json": {"metadata": {}, "weight_map": where},
         "config.json": CONFIG,

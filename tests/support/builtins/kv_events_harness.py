@@ -42,7 +42,7 @@ def clients():
 
 @contextlib.contextmanager
 def publishers():
-    """Yield what builds a publisher from options; all are closed, and must leave no thread."""
+    """Yield a builder of publishers from options; all are closed, and must leave no thread."""
     opened = []
 
     def build(rank=0, name="zmq", **fields):
@@ -79,10 +79,10 @@ class Subscriber:
 
     def read_up_to(self, number):
         """Read until the batch of a number comes; return the numbers and batches."""
-        found = [self.read()]
-        while found[-1][0] < number:
-            found.append(self.read())
-        return found
+        messages = [self.read()]
+        while messages[-1][0] < number:
+            messages.append(self.read())
+        return messages
 
     def is_there(self, publisher, first=0):
         """Publish until something arrives, for subscribing takes a moment; return its number.
@@ -97,7 +97,7 @@ class Subscriber:
             assert time.monotonic() < deadline, "nothing came"
 
     def has_all(self, publisher, first=0):
-        """Do as `is_there`, and read what was published since; return the last number."""
+        """Like `is_there`, and read the published batches since; return the last number."""
         if self.is_there(publisher, first) < self.published:
             self.read_up_to(self.published)
         return self.published
@@ -113,15 +113,15 @@ def ask(context, publisher, *frames, hwm=1000):
 
 def answers(client):
     """Read a replay up to its end; return the numbers and batches."""
-    found = []
+    received = []
     while True:
         assert client.poll(PATIENCE_S * 1000), "the replay did not end"
         empty, number, payload = client.recv_multipart()
         assert empty == b""
         if number == END_OF_REPLAY:
             assert payload == b""
-            return found
-        found.append((int.from_bytes(number, "big"), decoded(payload)))
+            return received
+        received.append((int.from_bytes(number, "big"), decoded(payload)))
 
 
 def replay(context, publisher, start):

@@ -1,4 +1,4 @@
-"""A store whose methods a test replaces, and the worker half of a connector around it."""
+"""A store with methods that a test replaces, and the worker half of a connector around it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIELDS = {Lookup: "lookups", BlockLoad: "loads", Save: "saves", Renewal: "renew
 
 
 class ScriptedStore(MemoryStore):
-    """Keeps blocks in memory, but for what a test sets in place of its methods.
+    """Keeps blocks in memory, except for methods that a test replaces.
 
     Attributes:
         calls: names of the methods that were called.
@@ -72,7 +72,7 @@ class ScriptedStore(MemoryStore):
 
 
 class ScriptedPeers(ScriptedStore, PeerKVStore):
-    """As if engines named "good" and "bad" offered what this one does, as often as it is fetched.
+    """Simulates engines named "good" and "bad" with the same blocks, any number of times.
 
     Attributes:
         offered: blocks by key.
@@ -89,7 +89,7 @@ class ScriptedPeers(ScriptedStore, PeerKVStore):
 
     @property
     def peers(self) -> frozenset[str]:
-        """Those two."""
+        """The two simulated peers."""
         return frozenset({"good", "bad"})
 
     def offer(self, key: bytes, buffer: BlockBuffer, seconds: float) -> bool:
@@ -151,7 +151,7 @@ class Rank:
         identity_changes: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Open stores with these names, or take those that there are."""
+        """Open stores with these names, or use existing ones."""
         self.stores: list[ScriptedStore] = list(stores)
         self.faults: list[tuple[str, str]] = []
         generator = torch.Generator().manual_seed(1)
@@ -227,7 +227,7 @@ class Rank:
 
     @property
     def dropped(self) -> int:
-        """Number of those that were not."""
+        """Number of blocks that were not kept."""
         return sum(tier.dropped_blocks for tier in self.totals.values())
 
     @property
@@ -248,9 +248,11 @@ class Rank:
 
     def answers(self) -> WorkerMessage:
         """Wait for a message, and return it."""
-        found: list[WorkerMessage] = []
-        wait_until(lambda: found.append(self.half.take_message()) or found[-1], what="answers")
-        return found[-1]
+        messages: list[WorkerMessage] = []
+        wait_until(
+            lambda: messages.append(self.half.take_message()) or messages[-1], what="answers"
+        )
+        return messages[-1]
 
 
 @contextmanager

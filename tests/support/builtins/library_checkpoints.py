@@ -1,4 +1,4 @@
-"""Matrices as other libraries write and dequantise them, and the small files that keep those.
+"""Matrices written and dequantized by other libraries, and the files with them.
 
     python -m support.builtins.library_checkpoints LIBRARY...
 
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 Tensors = dict[str, torch.Tensor]
 FOLDER = Path(__file__).parent / "library_files"
 _NUMBERS = "="
-"""Name of the numbers that the library dequantises a matrix to."""
+"""Name of the numbers that the library dequantizes a matrix to."""
 SHAPE = (16, 64)
 
 
@@ -35,7 +35,7 @@ class Case:
         name: which of the library's forms.
         config: `quantization_config` of a checkpoint.
         tensors: what the library stores, by the last parts of their names.
-        numbers: what it dequantises them to, float32 [rows, columns].
+        numbers: what it dequantizes them to, float32 [rows, columns].
     """
 
     name: str
@@ -59,12 +59,12 @@ def transformers() -> Iterator[Case]:
     ):
         options = SimpleNamespace(weight_block_size=block, scale_fmt=scales)
         quantize = Fp8Quantize(SimpleNamespace(quantization_config=options))
-        found = quantize.convert({"weight": weight()})
-        scales_as_numbers = {"weight_scale_inv": found["weight_scale_inv"].float()}
-        numbers = Fp8Dequantize(None).convert(found | scales_as_numbers)["weight"]
+        converted = quantize.convert({"weight": weight()})
+        scales_as_numbers = {"weight_scale_inv": converted["weight_scale_inv"].float()}
+        numbers = Fp8Dequantize(None).convert(converted | scales_as_numbers)["weight"]
         config = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": scales}
         config["weight_block_size"] = None if block is None else list(block)
-        yield Case(name, config, found, numbers)
+        yield Case(name, config, converted, numbers)
 
 
 def compressed_tensors() -> Iterator[Case]:
@@ -103,13 +103,15 @@ def compressed_tensors() -> Iterator[Case]:
         if scales is None:
             scales = largest.amax(1, keepdim=True) / (448 if "type" in fields else 127)
         compressor = BaseCompressor.get_value_from_registry(form)
-        found = compressor.compress({"weight": numbers, "weight_scale": scales} | extra, scheme)
-        expected = compressor.decompress(found, scheme)["weight"].float()
+        compressed = compressor.compress(
+            {"weight": numbers, "weight_scale": scales} | extra, scheme
+        )
+        expected = compressor.decompress(compressed, scheme)["weight"].float()
         group = json.loads(scheme.model_dump_json())
         if form == "int-quantized":
             group["input_activations"] = {"num_bits": 8, "dynamic": True, "strategy": "token"}
         config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-        yield Case(name, config | {"format": form}, found, expected.view(rows, columns))
+        yield Case(name, config | {"format": form}, compressed, expected.view(rows, columns))
 
 
 def bitsandbytes() -> Iterator[Case]:

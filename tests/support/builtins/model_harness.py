@@ -83,8 +83,8 @@ def load_model(
 
 def scheme(name: str) -> Quantization:
     """Build a scheme of GGUF files."""
-    (found,) = entry_points(group="hardpoint.quantizations", name=name)
-    made = found.load()
+    (entry,) = entry_points(group="hardpoint.quantizations", name=name)
+    made = entry.load()
     context = QuantizationContext(
         name=name, options=made.Options(), device=torch.device("cpu"), dtype=torch.float32
     )

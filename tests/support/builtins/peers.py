@@ -35,7 +35,7 @@ class Peers:
         return f"ipc://{self.folder}/sockets/{name}.sock"
 
     def options(self, name: str, **options: Any) -> dict[str, Any]:
-        peers = {one: self.address(one) for one in ("a", "b")}
+        peers = {peer: self.address(peer) for peer in ("a", "b")}
         known = {"listen": self.address(name), "peers": peers}
         return {**known, **PATIENT, **options}
 

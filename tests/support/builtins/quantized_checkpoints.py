@@ -199,7 +199,7 @@ def auto_round_config(group: int = 32, bits: int = 4, **fields: Any) -> dict[str
 def integers_config(
     group: int = 32, bits: int = 4, *, form: str = "pack-quantized", **fields: Any
 ) -> dict[str, Any]:
-    """Return a config of compressed-tensors; `fields` are those of its weights."""
+    """Return a config of compressed-tensors; `fields` are fields of its weights."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -251,7 +251,7 @@ def write_checkpoint(
     symmetric: bool = False,
     **fields: Any,
 ) -> Tensors:
-    """Write a Llama whose decoder layers are quantised; return all weights as numbers.
+    """Write a Llama with quantized decoder layers; return all weights as numbers.
 
     The tensors of a matrix lie in different shards.
     """

@@ -100,7 +100,7 @@ class Connector:
 
 @dataclass
 class Grammars:
-    """Constrains those whose id begins with "g"; `compiling` are not ready, `wrong` never are."""
+    """Constrains requests with an id that begins with "g"; `compiling` wait, `wrong` fail."""
 
     compiling: set = field(default_factory=set)
     wrong: set = field(default_factory=set)
@@ -131,7 +131,7 @@ class Executor(SimulatedWorker):
         super().__init__(windows, block_size, next_token)
 
     def fill(self, request, block_ids, num_tokens):
-        """Write what a connector would load."""
+        """Write blocks like a load of a connector."""
         row = WorkerRow(request.source, request.token_ids(0, num_tokens), block_ids, num_tokens)
         for table, contents in zip(block_ids, row.contents(row.token_ids), strict=True):
             for content in contents:
@@ -259,15 +259,15 @@ class Simulator:
         raise AssertionError(f"after {max_steps} steps some are not done: {self.scheduler.stats()}")
 
     def _check(self, plan):
-        limits, given = self.limits, plan.num_scheduled_tokens
-        assert plan.total_num_scheduled_tokens == sum(given.values())
+        limits, scheduled = self.limits, plan.num_scheduled_tokens
+        assert plan.total_num_scheduled_tokens == sum(scheduled.values())
         assert plan.total_num_scheduled_tokens <= limits.max_num_batched_tokens
-        assert all(tokens >= 1 for tokens in given.values())
+        assert all(tokens >= 1 for tokens in scheduled.values())
         new = [entry.source.request_id for entry in plan.new_requests]
-        assert [*plan.cached_requests.request_ids, *new] == list(given)
+        assert [*plan.cached_requests.request_ids, *new] == list(scheduled)
         assert self.scheduler.stats().num_running <= limits.max_num_seqs
-        assert len(given) <= self.scheduler.stats().num_running
-        for name in given:
+        assert len(scheduled) <= self.scheduler.stats().num_running
+        for name in scheduled:
             assert self.live(name).num_computed_tokens < limits.max_model_len
         if self.records:
             self._check_record(plan, self.records[-1])

@@ -1,4 +1,4 @@
-"""Two engines, of which one computes prompts for the other one."""
+"""Two engines; one computes prompts for the other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def split_config(
     """
     p2p = {
         "listen": f"ipc://{sockets}/{name}.{{rank}}",
-        "peers": {one: f"ipc://{sockets}/{one}.{{rank}}" for one in (PREFILL, DECODE)},
+        "peers": {role: f"ipc://{sockets}/{role}.{{rank}}" for role in (PREFILL, DECODE)},
         "size_bytes": 1 << 24,
         "connect_seconds": 3.0,
         "wait_seconds": 3.0,
@@ -100,7 +100,7 @@ def tokens(output: RequestOutput) -> Sequence[int]:
 
 
 def steps_until(llm: LLM, condition: Callable[[], bool]) -> None:
-    """Run steps until what threads did has been reported."""
+    """Run steps until the threads' results were reported."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline

@@ -50,15 +50,15 @@ class HybridModel(ScriptedModel):
 
 def advance(states, starts, ids):
     """Return the hash of the history with each token, in two halves, and the last ones."""
-    (hashes,), found = states, []
+    (hashes,), rows = states, []
     tokens = ids[:, 0, 0].long().tolist()
     for row in range(len(hashes)):
         value = int(hashes[row])
         for token in tokens[starts[row] : starts[row + 1]]:
             value = (value * HISTORY_BASE + token + 1) % HISTORY_MODULUS
-            found.append((value >> 16, value & 0xFFFF))
+            rows.append((value >> 16, value & 0xFFFF))
         hashes[row] = value
-    return torch.tensor(found, dtype=torch.float32), (hashes,)
+    return torch.tensor(rows, dtype=torch.float32), (hashes,)
 
 
 def state_config(folder, model=HybridModel, extra=None, **fields):

@@ -58,7 +58,7 @@ class Request:
         return result
 
     def run(self, *wanted):
-        """Sample the wanted tokens, except where one is forced; return what came out."""
+        """Sample the wanted tokens, except where one is forced; return the output."""
         out = []
         for token in wanted:
             out.append(token if self.forced is None else self.forced)

@@ -12,24 +12,24 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 def message(fields: Iterable[tuple[int, Any]]) -> bytes:
     """Return a message of Protocol Buffers: integers, floats, bytes and texts by number."""
-    found = b""
+    encoded = b""
     for number, value in fields:
         if isinstance(value, float):
-            found += varint(number << 3 | 5) + struct.pack("<f", value)
+            encoded += varint(number << 3 | 5) + struct.pack("<f", value)
         elif isinstance(value, int):
-            found += varint(number << 3) + varint(value & (1 << 64) - 1)
+            encoded += varint(number << 3) + varint(value & (1 << 64) - 1)
         else:
             data = value.encode() if isinstance(value, str) else value
-            found += varint(number << 3 | 2) + varint(len(data)) + data
-    return found
+            encoded += varint(number << 3 | 2) + varint(len(data)) + data
+    return encoded
 
 
 def varint(value: int) -> bytes:
-    found = b""
+    encoded = b""
     while value > 0x7F:
-        found += bytes([value & 0x7F | 0x80])
+        encoded += bytes([value & 0x7F | 0x80])
         value >>= 7
-    return found + bytes([value])
+    return encoded + bytes([value])
 
 
 def sentencepiece_model(

@@ -1,4 +1,4 @@
-"""Models compared with those of transformers, which have the same random weights."""
+"""Models compared with transformers, with the same random weights."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def check_parts(variant: Variant, ranks: int, stages: int) -> None:
     loader = open_loader(SafetensorsLoader, folder)
     expected = reference(torch.tensor([TOKENS])).logits[0]
     results = run_ranks(ranks, lambda rank: _staged(kind, loader, rank, stages=stages))
-    for found in results:
-        assert torch.equal(found, results[0])
-        assert (found - expected).abs().max() < 1e-4
+    for result in results:
+        assert torch.equal(result, results[0])
+        assert (result - expected).abs().max() < 1e-4

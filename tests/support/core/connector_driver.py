@@ -23,7 +23,7 @@ OTHER = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 
 class Driver:
-    """An engine core with real workers, whose steps may fail."""
+    """An engine core with real workers and steps that may fail."""
 
     def __init__(self, scripted, script=None, clock=None, kv_cache=(), **connector):
         table = {"kv_cache": {**SMALL["kv_cache"], **dict(kv_cache)}}
@@ -108,5 +108,5 @@ class Driver:
     @property
     def faults(self):
         """Messages of the faults so far, by plugin."""
-        found = self.core.plugin_report().health.fallbacks
-        return {name: fault.message for name, fault in found.items()}
+        fallbacks = self.core.plugin_report().health.fallbacks
+        return {name: fault.message for name, fault in fallbacks.items()}

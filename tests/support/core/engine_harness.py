@@ -1,4 +1,4 @@
-"""Engine cores around a scripted executor, whose steps are done when a test asks."""
+"""Engine cores around a scripted executor; a test decides when steps are done."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class MidStep:
 
 
 class ScriptedPart:
-    """A step part of which an engine needs no more than this."""
+    """A step part with the minimum that an engine needs."""
 
     moves_blocks = None
 
@@ -228,7 +228,7 @@ class ScriptedPart:
 
 
 def parts_of(half, name="scripted"):
-    """Return the step parts of an engine: one with a half whose faults end the engine, or none."""
+    """Return the step parts of an engine: none, or one that ends the engine by a fault."""
     if half is None:
         return EngineHalves()
     source = Source(name, "scripted:Part", "tests", "1", "default")
@@ -249,7 +249,7 @@ def weight_updates_of(executor, border):
 
 
 def worker_calls(executor):
-    """Return the names of calls of workers; of calls of a worker half, those of the messages."""
+    """Return the names of calls of workers, and of messages to worker halves."""
     return [
         msgspec.msgpack.decode(call[2])["type"] if call[0] == "call_part" else call[0]
         for call in executor.calls
@@ -257,7 +257,7 @@ def worker_calls(executor):
 
 
 class Rig:
-    """An engine core with the default scheduler, and what came out of it."""
+    """An engine core with the default scheduler, and its outputs."""
 
     def __init__(  # noqa: PLR0913 - each is what some test sets
         self,
@@ -402,7 +402,7 @@ class LoopRig(Rig):
                 self.queues.input.put(message)
 
     def collect(self):
-        """Take what the loop has put out."""
+        """Read the outputs of the loop."""
         self.queues.output.end(0)
         while (item := self.queues.output.pop(lambda _client: True)) is not None:
             client, message = item

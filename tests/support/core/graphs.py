@@ -53,11 +53,15 @@ class _Capture(TorchDispatchMode):
 def _tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
-    return [one for one in result if isinstance(one, torch.Tensor)] if result is not None else []
+    return (
+        [tensor for tensor in result if isinstance(tensor, torch.Tensor)]
+        if result is not None
+        else []
+    )
 
 
 class GraphedOps(TorchOps):
-    """Records decode steps in few sizes; counts what it recorded and repeated.
+    """Records decode steps in few sizes; counts recordings and repetitions.
 
     Attributes:
         recorded: sizes in their order, of all objects.
@@ -128,7 +132,7 @@ class RepeatingOps(GraphedOps):
 
 
 class CopyingOps(GraphedOps):
-    """Gives what the inputs gave when it recorded, as no graph does."""
+    """Returns the results of the recorded inputs, a mistake that no graph makes."""
 
     contract = 1
     replayable = True
@@ -250,7 +254,7 @@ class PaddedHistory(HistoryAttention):
 
 
 class ReplayableScript(ScriptedModel):
-    """The scripted model, whose steps may be recorded."""
+    """The scripted model with recordable steps."""
 
     contract = 1
     replayable = True

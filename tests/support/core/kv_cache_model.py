@@ -82,7 +82,7 @@ class Model:
         return range(int(self.windowed), self.manager.num_blocks)
 
     def holders(self, block: int) -> int:
-        return sum(table.count(block) for one in self.live.values() for table in one.tables or ())
+        return sum(table.count(block) for live in self.live.values() for table in live.tables or ())
 
     def expected_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
         """Try every length, the longest first."""
@@ -104,7 +104,7 @@ class Model:
         return 0, []
 
     def allocated(self, blocks: list[int]) -> None:
-        """Take new blocks: they were free, empty ones went first, then those released first."""
+        """Allocate blocks: they were free, empty ones went first, then the earliest released."""
         assert len(set(blocks)) == len(blocks)
         assert all(self.holders(block) == 0 for block in blocks)
         cached = set(self.found.values())
@@ -123,15 +123,15 @@ class Model:
         self.found = {key: block for key, block in self.found.items() if block not in gone}
         self.order = [block for block in self.order if block not in gone]
 
-    def store(self, one: Live, num_tokens: int) -> None:
-        if one.delayed or one.stopped:
+    def store(self, live: Live, num_tokens: int) -> None:
+        if live.delayed or live.stopped:
             return
-        full = min(num_tokens, one.request.num_tokens) // self.block_size
-        for group, table in enumerate(one.tables):
-            for i in range(one.stored, full):
+        full = min(num_tokens, live.request.num_tokens) // self.block_size
+        for group, table in enumerate(live.tables):
+            for i in range(live.stored, full):
                 if table[i] or not self.windowed:
-                    self.found.setdefault(self.content(one.request, group, i), table[i])
-        one.stored = max(one.stored, full)
+                    self.found.setdefault(self.content(live.request, group, i), table[i])
+        live.stored = max(live.stored, full)
 
     @property
     def windowed(self) -> bool:
@@ -148,7 +148,7 @@ class Model:
         """Compare everything that can be seen."""
         manager, pool = self.manager, self.manager.pool
         cached = set(self.found.values())
-        tables = [table for one in self.live.values() for table in one.tables or ()]
+        tables = [table for live in self.live.values() for table in live.tables or ()]
         counts = Counter(block for table in tables for block in table)
         held = {block for block in self.every if counts[block]}
         assert [pool.ref_count[block] for block in self.every] == [counts[b] for b in self.every]
@@ -157,8 +157,8 @@ class Model:
         assert sorted(pool.empty) == sorted(set(self.every) - held - cached)
         assert manager.num_free_blocks == len(self.every) - len(held)
         assert not self.windowed or pool.ref_count[0] == 0
-        for one in self.live.values():
-            assert list(manager.block_ids(one.request)) == (one.tables or [])
+        for live in self.live.values():
+            assert list(manager.block_ids(live.request)) == (live.tables or [])
         self.check_index()
 
     def check_index(self) -> None:
@@ -172,7 +172,7 @@ class Model:
 
 
 def replay(event, hashes: list[set[bytes]]) -> None:
-    """Apply an event to the hashes that can be found per group; refuse what does not fit."""
+    """Apply an event to the visible hashes per group; reject an inconsistent one."""
     if isinstance(event, AllBlocksCleared):
         for group in hashes:
             group.clear()

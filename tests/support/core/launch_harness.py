@@ -1,4 +1,4 @@
-"""Programs that start engine processes, and what such a process does in their tests."""
+"""Programs that start engine processes, and the processes' actions in their tests."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def output_of(folder: Path, limit_s: float = LIMIT_S):
 
 
 def failure_of(process: EngineProcess) -> HardpointError:
-    """Wait as a client does, on the sentinels, for what went wrong."""
+    """Wait like a client, on the sentinels, for the error."""
     poller = select.poll()
     for descriptor in process.sentinels:
         poller.register(descriptor, select.POLLIN)
@@ -117,7 +117,7 @@ def gone(pid: int, limit_s: float = LIMIT_S) -> bool:
 
 
 def state_of(pid: int) -> str:
-    """The letter that the system has for what a process does; nothing if there is none."""
+    """The system's letter for the state of a process; nothing if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -56,12 +56,12 @@ class Desk:
         )
 
     def take(self, *outputs):
-        """Process a batch; return copies of what users get, and what is to be aborted."""
+        """Process a batch; return copies of the users' outputs, and the requests to abort."""
         processed = self.processor.process(outputs)
         return [msgspec.structs.replace(o) for _, o in processed.request_outputs], processed.aborts
 
     def process(self, *args, **fields):
-        """Process one output; return what the user gets."""
+        """Process one output; return the user's output."""
         outputs, _ = self.take(self.output(*args, **fields))
         return outputs[0] if outputs else None
 
@@ -71,8 +71,8 @@ class Desk:
 
     @property
     def is_empty(self):
-        kept = self.processor
-        return keeps_nothing(kept)
+        processor = self.processor
+        return keeps_nothing(processor)
 
 
 def completion(output):

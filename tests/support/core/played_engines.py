@@ -169,8 +169,8 @@ class World:
 
     def outputs(self, request_id):
         batches = [item for item in self.received if isinstance(item, EngineCoreOutputs)]
-        found = [output for batch in batches for output in batch.outputs]
-        return [output for output in found if output.request_id == request_id]
+        outputs = [output for batch in batches for output in batch.outputs]
+        return [output for output in outputs if output.request_id == request_id]
 
     def tokens(self, request_id):
         return [token for output in self.outputs(request_id) for token in output.new_token_ids]

@@ -221,7 +221,7 @@ class WorkerHalf(_Half, KVConnectorWorker):
         self._hit("start_load_kv", metadata)
 
     def scribble(self, load):
-        """Write what no request may read, as a load that is under way does."""
+        """Write contents that no request may read, like a load in flight."""
         for block in load.blocks:
             for view in self.views:
                 view[block].fill_(GARBAGE)

@@ -1,6 +1,6 @@
 """Surveys the families of transformers: `python -m support.families [--only NAME ...]`.
 
-Writes what it finds to the data file, of the named architectures alone with `--only`, and the page.
+Writes the results to the data file, of the named architectures alone with `--only`.
 Each runs in a process of its own, forked from this one. All take about a minute on a quiet core.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 import torch
 import transformers
 
-from .page import DATA, PAGE, read_data, write
+from .data import DATA, read_data, write
 from .survey import Family, architectures, survey
 
 _SECONDS = 240
@@ -26,17 +26,17 @@ _FIRST = "OPTForCausalLM"
 
 
 def _in_a_process(name: str) -> Family:
-    """Survey an architecture in a forked process, whose end, however it comes, is a result."""
+    """Survey an architecture in a forked process; any end of the process is a result."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(_SECONDS)
         try:
             with tempfile.TemporaryDirectory() as folder:
-                found = survey(name, Path(folder))
+                family = survey(name, Path(folder))
         except Exception as error:
-            found = Family(name, "", "raised", f"{type(error).__name__}: {error}"[:400])
-        os.write(writing, msgspec.json.encode(found))
+            family = Family(name, "", "raised", f"{type(error).__name__}: {error}"[:400])
+        os.write(writing, msgspec.json.encode(family))
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
@@ -61,12 +61,15 @@ def main() -> None:
         survey(_FIRST, Path(folder))  # imports all that the processes need
     for name in only or architectures():
         start = time.monotonic()
-        found = _in_a_process(name)
+        surveyed = _in_a_process(name)
         seconds = time.monotonic() - start
-        print(f"{found.name} ({seconds:.0f} s): {found.path} {found.why} {found.other}", flush=True)
-        known[name] = found
+        print(
+            f"{surveyed.name} ({seconds:.0f} s): {surveyed.path} {surveyed.why} {surveyed.other}",
+            flush=True,
+        )
+        known[name] = surveyed
     write(known.values())
-    print(f"written: {DATA}, {PAGE}")
+    print(f"written: {DATA}")
 
 
 main()

@@ -149,44 +149,44 @@ def tiny_config(config_class: type[PreTrainedConfig], architecture: str) -> PreT
 
 def _decoding(usual: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields by which a family that has encoders is a decoder alone."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if getattr(usual, "is_encoder_decoder", False):
-        found = {"is_encoder_decoder": False, "is_decoder": True}
+        fields = {"is_encoder_decoder": False, "is_decoder": True}
     elif getattr(usual, "is_decoder", None) is False:
-        found = {"is_decoder": True}
-    return found
+        fields = {"is_decoder": True}
+    return fields
 
 
 def _scaled(usual: PreTrainedConfig) -> dict[str, Any]:
-    """Return rotary embeddings whose scaling extends prompts to `LENGTH`, where they are scaled."""
+    """Return scaled rotary embeddings with a scaling for prompts of `LENGTH`."""
     rotary = getattr(usual, "rope_parameters", None) or {}
     if rotary.get("rope_type") != "yarn":
         return {}
-    kept = {name: value for name, value in rotary.items() if name != "partial_rotary_factor"}
-    kept["original_max_position_embeddings"] = LENGTH // int(rotary["factor"])
-    return {"rope_parameters": kept}
+    parameters = {name: value for name, value in rotary.items() if name != "partial_rotary_factor"}
+    parameters["original_max_position_embeddings"] = LENGTH // int(rotary["factor"])
+    return {"rope_parameters": parameters}
 
 
 def _shrunk(usual: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields of a configuration that are to be smaller."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in vars(usual).items():
         if isinstance(value, PreTrainedConfig):
-            found[name] = {"model_type": value.model_type} | _shrunk(value)
+            fields[name] = {"model_type": value.model_type} | _shrunk(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             sizes = [size for pattern, size in _SIZES if re.fullmatch(pattern, name)]
             if sizes and value > sizes[-1]:
-                found[name] = sizes[-1]
+                fields[name] = sizes[-1]
         if name in _TOKENS and value is not None and value not in range(VOCABULARY):
-            found[name] = _TOKENS[name]
-    if hasattr(usual, "qk_rope_head_dim") and "head_dim" in found:
-        found["head_dim"] = found["qk_rope_head_dim"]
-    if "kv_lora_rank" in found and "num_key_value_heads" in found:
-        found["num_key_value_heads"] = found["num_attention_heads"]
+            fields[name] = _TOKENS[name]
+    if hasattr(usual, "qk_rope_head_dim") and "head_dim" in fields:
+        fields["head_dim"] = fields["qk_rope_head_dim"]
+    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
-        if name in found:
-            found[name] = max(_needed_layers(usual), found[name])
-    return found
+        if name in fields:
+            fields[name] = max(_needed_layers(usual), fields[name])
+    return fields
 
 
 def _needed_layers(usual: PreTrainedConfig) -> int:

@@ -113,9 +113,9 @@ def tokens_on(device: str, name: str, use: str, folder: Path) -> str:
     kind = getattr(transformers, name)
     config = tiny_config(kind.config_class, name)
     reference = _Reference(save_random(kind, config, folder))
-    given = _SETTINGS | {"models": {"use": use}, "device": device}
+    settings = _SETTINGS | {"models": {"use": use}, "device": device}
     try:
-        return _token_difference(folder, given, reference)
+        return _token_difference(folder, settings, reference)
     except HardpointError as error:
         return _line(error)
 
@@ -126,8 +126,8 @@ def _plugin(folder: Path, use: str, loader: str = "auto") -> str:
     Raises:
         HardpointError: there is none, or it refuses the model.
     """
-    given = _SETTINGS | {"load": {"use": loader}, "models": {"use": use}}
-    config, sources = config_from({"model": str(folder), **given})
+    settings = _SETTINGS | {"load": {"use": loader}, "models": {"use": use}}
+    config, sources = config_from({"model": str(folder), **settings})
     report_model(config, sources, [])
     spec = prepare_worker(config, resolve_plugins(config, sources), sources, no_progress)
     return spec.model_config.model_plugin
@@ -164,17 +164,17 @@ class _Reference:
             for _ in range(_NUM_NEW):
                 tokens.append(int(self._logits(model, tokens)[-1].argmax()))
             return tokens[len(prompt) :]
-        given = {"max_new_tokens": _NUM_NEW, "min_new_tokens": _NUM_NEW, "do_sample": False}
+        options = {"max_new_tokens": _NUM_NEW, "min_new_tokens": _NUM_NEW, "do_sample": False}
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         tokens = model.generate(
-            ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, **given
+            ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, **options
         )
         return list(tokens[0, len(prompt) :].tolist())
 
 
 def _compared(folder: Path, use: str, equal: str, reference: _Reference) -> tuple[str, str]:
-    """Return `equal`, or what else a model with weights does and why."""
+    """Return `equal`, or another outcome of a model with weights, and the reason."""
     try:
         plugin = _plugin(folder, use)
     except HardpointError as error:
@@ -188,22 +188,22 @@ def _compared(folder: Path, use: str, equal: str, reference: _Reference) -> tupl
 
 def _difference(folder: Path, use: str, plugin: str, reference: _Reference) -> str:
     """Return how a model's logits and tokens differ from the reference; empty if they do not."""
-    given = _SETTINGS | {"models": {"use": use}}
-    config, sources = config_from({"model": str(folder), **given})
+    settings = _SETTINGS | {"models": {"use": use}}
+    config, sources = config_from({"model": str(folder), **settings})
     plugins = resolve_plugins(config, sources)
     kind = plugins.target(plugins.get("models", plugin))
     with torch.inference_mode():
-        for what, difference in _logit_differences(kind, folder, reference).items():
+        for label, difference in _logit_differences(kind, folder, reference).items():
             if not difference < _LARGEST:
-                return f"logits {what} differ by {difference:.2g}"
-    return _token_difference(folder, given, reference)
+                return f"logits {label} differ by {difference:.2g}"
+    return _token_difference(folder, settings, reference)
 
 
-def _token_difference(folder: Path, given: dict[str, Any], reference: _Reference) -> str:
+def _token_difference(folder: Path, settings: dict[str, Any], reference: _Reference) -> str:
     """Return how the tokens of an engine differ from the reference; empty if they do not."""
     params = SamplingParams(max_tokens=_NUM_NEW, temperature=0, ignore_eos=True, detokenize=False)
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in (_FIRST, _SECOND)]
-    with LLM(str(folder), config=given, progress=False) as llm:
+    with LLM(str(folder), config=settings, progress=False) as llm:
         for when in ("in a batch and chunks", "with prefix hits"):
             outputs = llm.generate(prompts, params)
             if [list(output.outputs[0].token_ids) for output in outputs] != reference.tokens:
@@ -230,13 +230,13 @@ def _logit_differences(kind: type[Model], folder: Path, reference: _Reference) -
     }
 
 
-def _largest(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _largest(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, for logits above 1 as a part of the largest one."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1.0))
 
 
 def _line(error: Exception) -> str:
-    """Return an error in one line, without what differs between runs."""
+    """Return an error in one line, without parts that differ between runs."""
     text = str(error) if isinstance(error, HardpointError) else f"{type(error).__name__}: {error}"
     text = re.sub(r"/\S+/(?=alone|whole)|0x[0-9a-f]+", "", " ".join(text.split()))
     text = re.sub(r"by up to \S+ \(\S+ of their length\)", "by too much", text)

@@ -141,7 +141,7 @@ def broken(case: Case) -> type:
 
 
 def in_place_of(base: type, name: str, case: Case) -> Any:
-    """Return the function as what it is in the class: a method, a class method or a property."""
+    """Return the function as a method, a class method or a property, as in the class."""
     present = next((vars(cls)[name] for cls in base.__mro__ if name in vars(cls)), None)
     function = case.function or and_returns_text(present)
     if case.fault.endswith(LATER):
@@ -161,25 +161,25 @@ def in_place_of(base: type, name: str, case: Case) -> Any:
 def only_later(method: Any, misbehave: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that misbehaves once the engine has started."""
 
-    def function(self: Any, *args: Any, **given: Any) -> Any:
-        return (misbehave if plugins.started else method)(self, *args, **given)
+    def function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (misbehave if plugins.started else method)(self, *args, **kwargs)
 
     return function
 
 
 def and_returns_text(method: Any) -> Callable[..., Any]:
-    """Return a function that does what a method does, and returns what it should not."""
+    """Return a function that calls a method, and returns a wrong result."""
 
-    def function(self: Any, *args: Any, **given: Any) -> Any:
+    def function(self: Any, *args: Any, **kwargs: Any) -> Any:
         if callable(method) and not hasattr(method, "hardpoint_impl"):
-            method(self, *args, **given)
+            method(self, *args, **kwargs)
         return "nonsense"
 
     return function
 
 
 class Warnings(logging.Handler):
-    """Keeps what is logged of the plugin."""
+    """Keeps the log records of the plugin."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -203,34 +203,36 @@ def outcome(case: Case, folder: Path) -> Outcome:
     log = logging.getLogger("hardpoint")
     handler = Warnings()
     log.addHandler(handler)
-    found: Outcome = {}
+    texts: Outcome = {}
     try:
-        run(case.setup, folder, found)
+        run(case.setup, folder, texts)
     finally:
         log.removeHandler(handler)
-    known = sorted((text for text in found.values()), key=len, reverse=True)
+    known = sorted((text for text in texts.values()), key=len, reverse=True)
     for number, text in enumerate(dict.fromkeys(handler.texts), 1):
-        inside = next((one for one in known if one and one in text), None)
+        inside = next(
+            (other_text for other_text in known if other_text and other_text in text), None
+        )
         shown = text if inside is None else text.replace(inside, "{}")
-        found["log" if number == 1 else f"log {number}"] = shown
-    return {key: normalised(text, folder) for key, text in found.items()} or {"none": ""}
+        texts["log" if number == 1 else f"log {number}"] = shown
+    return {key: normalised(text, folder) for key, text in texts.items()} or {"none": ""}
 
 
-def run(setup: Setup, folder: Path, found: Outcome) -> None:
-    """Open an engine, use it and close it; note what goes wrong."""
+def run(setup: Setup, folder: Path, texts: Outcome) -> None:
+    """Open an engine, use it and close it; record errors."""
     use = use_llm if setup.messages else use_engine
     try:
         engine = open_engine(setup, folder)
     except Exception as error:
-        found["start"] = text_of(error)
+        texts["start"] = text_of(error)
         return
     try:
-        use(engine, setup, found)
+        use(engine, setup, texts)
     finally:
         try:
             engine.close()
         except Exception as error:
-            found["close"] = text_of(error)
+            texts["close"] = text_of(error)
 
 
 def open_engine(setup: Setup, folder: Path) -> Any:
@@ -252,33 +254,33 @@ def open_engine(setup: Setup, folder: Path) -> Any:
     )
 
 
-def use_llm(llm: LLM, setup: Setup, found: Outcome) -> None:
-    attempt(lambda: llm.chat(list(setup.messages)), "call chat", found)
+def use_llm(llm: LLM, setup: Setup, texts: Outcome) -> None:
+    attempt(lambda: llm.chat(list(setup.messages)), "call chat", texts)
 
 
-def use_engine(engine: LLMEngine, setup: Setup, found: Outcome) -> None:
+def use_engine(engine: LLMEngine, setup: Setup, texts: Outcome) -> None:
     """Run requests and make control calls."""
     plugins.started = True
     patience_s = 0.0 if setup.kind == "schedulers" else PATIENCE_S  # others wait for threads
-    run_requests(engine, setup.requests, found, patience_s)
-    if setup.again and "engine" not in found:
+    run_requests(engine, setup.requests, texts, patience_s)
+    if setup.again and "engine" not in texts:
         if setup.kind != "eviction_policies":
             wait_for_stores()
-            attempt(lambda: engine.call_utility("reset_prefix_cache"), "reset", found)
-        run_requests(engine, setup.again, found, patience_s)
+            attempt(lambda: engine.call_utility("reset_prefix_cache"), "reset", texts)
+        run_requests(engine, setup.again, texts, patience_s)
     for name, action in setup.actions.items():
-        if any(text.startswith(DEAD) for text in found.values()):
+        if any(text.startswith(DEAD) for text in texts.values()):
             return
-        attempt(lambda action=action: action(engine), f"call {name}", found)
+        attempt(lambda action=action: action(engine), f"call {name}", texts)
     try:
         health = engine.health()
     except Exception as error:
-        found["health"] = text_of(error)
+        texts["health"] = text_of(error)
         return
     for name, fault in health.fallbacks.items():
-        found[f"fallback {name}"] = fault.message
+        texts[f"fallback {name}"] = fault.message
     for name, message in health.quarantined.items():
-        found[f"quarantined {name}"] = message
+        texts[f"quarantined {name}"] = message
 
 
 def wait_for_stores() -> None:
@@ -289,50 +291,50 @@ def wait_for_stores() -> None:
             assert owner.drain(PATIENCE_S)
 
 
-def attempt(action: Callable[[], Any], name: str, found: Outcome) -> bool:
+def attempt(action: Callable[[], Any], name: str, texts: Outcome) -> bool:
     """Call a function; note the error that it raises, and return whether it raised none."""
     try:
         action()
     except Exception as error:
-        found[name] = text_of(error)
+        texts[name] = text_of(error)
         return False
     return True
 
 
-def run_requests(engine: LLMEngine, requests: Any, found: Outcome, patience_s: float) -> None:
+def run_requests(engine: LLMEngine, requests: Any, texts: Outcome, patience_s: float) -> None:
     """Run requests together; give them up after STEPS steps and some seconds."""
     for request in requests:
-        add(engine, request, found)
-        if any(text.startswith(DEAD) for text in found.values()):
+        add(engine, request, texts)
+        if any(text.startswith(DEAD) for text in texts.values()):
             return
     end, steps = time.monotonic() + patience_s, 0
     try:
         while engine.has_unfinished_requests():
             for output in engine.step():
-                note(output, found)
+                note(output, texts)
             steps += 1
             if steps > STEPS and time.monotonic() > end:
-                found["engine"] = "the requests do not end"
+                texts["engine"] = "the requests do not end"
                 return
     except Exception as error:
-        found["engine"] = text_of(error)
+        texts["engine"] = text_of(error)
 
 
-def add(engine: LLMEngine, request: Request, found: Outcome) -> None:
+def add(engine: LLMEngine, request: Request, texts: Outcome) -> None:
     try:
         engine.add_request(*request)
     except RequestError as error:
-        found[f"refused {request[0]}"] = text_of(error)
+        texts[f"refused {request[0]}"] = text_of(error)
     except Exception as error:
-        found[f"add {request[0]}"] = text_of(error)
+        texts[f"add {request[0]}"] = text_of(error)
 
 
-def note(output: Any, found: Outcome) -> None:
+def note(output: Any, texts: Outcome) -> None:
     for completion in output.outputs:
         if completion.error is not None:
-            found[f"request {output.request_id}"] = completion.error
+            texts[f"request {output.request_id}"] = completion.error
         if completion.warning is not None:
-            found[f"warning {output.request_id}"] = completion.warning
+            texts[f"warning {output.request_id}"] = completion.warning
 
 
 def text_of(error: BaseException) -> str:
@@ -340,7 +342,7 @@ def text_of(error: BaseException) -> str:
 
 
 def normalised(text: str, folder: Path) -> str:
-    """Return a message without what differs between runs: paths, addresses, versions."""
+    """Return a message without parts that differ between runs: paths, addresses, versions."""
     text = text.replace(str(folder), "<folder>")
     text = text.replace(f"hardpoint {version('hardpoint')}", "hardpoint <version>")
     text = re.sub(r"'([a-z0-9-]+)-[0-9a-f]{8}'", r"'\1-<id>'", text)
@@ -369,10 +371,10 @@ def use_wheel(wheel: Path) -> None:
 def as_toml(table: Mapping[tuple[str, str, str], Outcome]) -> str:
     """Return outcomes as TOML: a table per method, with a line per misbehaviour."""
     tables: dict[str, list[str]] = {}
-    for (kind, method, misbehaviour), found in table.items():
+    for (kind, method, misbehaviour), texts in table.items():
         outcome = ", ".join(
             f"{json.dumps(name)} = {json.dumps(text, ensure_ascii=False)}"
-            for name, text in found.items()
+            for name, text in texts.items()
         )
         lines = tables.setdefault(f"[{json.dumps(kind)}.{json.dumps(method)}]", [])
         lines.append(f"{json.dumps(misbehaviour)} = {{ {outcome} }}\n")

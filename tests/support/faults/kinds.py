@@ -19,8 +19,8 @@ Action = Callable[[LLMEngine], Any]
 
 def request(name: str, prompt: Any = "say abc", *, extras: Any = None, **fields: Any) -> Request:
     """Return a request of four tokens."""
-    given = {"temperature": 0.0, "max_tokens": 4, "output_kind": RequestOutputKind.FINAL_ONLY}
-    return name, prompt, SamplingParams(**{**given, **fields}), extras or RequestExtras()
+    defaults = {"temperature": 0.0, "max_tokens": 4, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return name, prompt, SamplingParams(**{**defaults, **fields}), extras or RequestExtras()
 
 
 BOTH = (request("bad", plugin_args={NAME: {}}), request("good"))

@@ -237,7 +237,7 @@ class ByteTokens(Bytes):
     def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
         return self.Stream(skip_special_tokens)
 
-    def apply_chat_template(self, messages, **given):
+    def apply_chat_template(self, messages, **kwargs):
         return "".join(message["content"] for message in messages)
 
 

@@ -1,4 +1,4 @@
-"""Faults of what hooks add to a server: each answers a call of a client, or stops the start."""
+"""Faults of server extensions: each answers a call of a client, or stops the start."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ def outcome(part: str, make: Callable[[], Any]) -> dict[str, str]:
     except Exception as error:
         return {"start": f"{type(error).__name__}: {error}"}
     try:
-        found = {"answer": shown(ask(server, part))}
+        texts = {"answer": shown(ask(server, part))}
         if faults := server.client.get("/health").json().get("faults"):
-            found["faults"] = str(faults)
-        return found
+            texts["faults"] = str(faults)
+        return texts
     finally:
         context.__exit__(None, None, None)
 

@@ -1,1 +1,1 @@
-"""Random schedules of an engine: what comes to it from outside, drawn from a seed."""
+"""Random schedules of an engine: external events, drawn from a seed."""

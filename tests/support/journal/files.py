@@ -31,7 +31,7 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def with_header(path: Path, change: Callable[[JournalHeader], JournalHeader]) -> None:
-    """Replace the header of a journal by what `change` returns for it."""
+    """Replace the header of a journal by the result of `change`."""
     header, *rest = records_of(path)
     assert isinstance(header, JournalHeader)
     write_records(path, [change(header), *rest])

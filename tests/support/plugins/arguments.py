@@ -27,7 +27,7 @@ class Classes(Sample, SchedulingPolicy, contract=1):
 
 
 class ByWeight(SchedulingPolicy):
-    """The heaviest first; its `prepare` doubles weights and refuses those over 100."""
+    """The heaviest first; its `prepare` doubles weights and rejects weights over 100."""
 
     contract = 1
 
@@ -50,7 +50,7 @@ class ByWeight(SchedulingPolicy):
 
 
 class FailsOnImport(Classes):
-    """Has the format of `Exporting`, whose state it does not take."""
+    """Has the format of `Exporting`, and does not accept its state."""
 
     state_format = "classes"
 
@@ -80,7 +80,9 @@ class Rank(Sampler):
         rank: Annotated[int, Meta(ge=0, le=9)] = 0
 
     def sample(self, logits, rows):
-        assert [own.rank for own in rows.arguments()] == rows.tensor("rank").flatten().tolist()
+        assert [arguments.rank for arguments in rows.arguments()] == rows.tensor(
+            "rank"
+        ).flatten().tolist()
         order = logits.sort(dim=-1, descending=True, stable=True).indices
         return order.gather(1, rows.tensor("rank")).squeeze(1)
 

@@ -17,7 +17,7 @@ HELD = threading.Event()
 
 
 class BadGrammars(GrammarBackend):
-    """Allows "a" and "b" without end, and what is wrong begins with the second token."""
+    """Allows "a" and "b" without end; the mistake begins with the second token."""
 
     contract = 1
     formats = ("regex", "choice")

@@ -1,4 +1,4 @@
-"""Plugins for live changes: what they force shows the options that they were built with."""
+"""Plugins for hot reconfiguration: forced tokens show the options of their construction."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Pick(Sample, SparseLogitsProcessor, contract=1):
         return len(request.output_token_ids)
 
     def advance(self, state: int, token: int) -> int:
-        """Count the token, which has to be the one that was forced."""
+        """Count the token, which has to be the forced one."""
         return state + 1 if token >= 0 else state
 
     def edits(self, rows: Any) -> Edits:
         """Force the token of each row."""
         pairs = zip(rows.arguments(), rows.states(), strict=True)
         delta, factor = self.options.delta, self.factor
-        tokens = [token_of(delta, one.step, position, factor) for one, position in pairs]
+        tokens = [token_of(delta, request.step, position, factor) for request, position in pairs]
         return Edits(list(range(len(tokens))), tokens, op=Op.KEEP_ONLY)
 
     def dump_state(self) -> dict[str, Any]:
@@ -107,9 +107,9 @@ class Rows(BatchLogitsProcessor):
 
     def apply(self, logits: Any) -> Any:
         """Force the token of each row."""
-        for row, found in self._rows.items():
-            if found:
-                token = token_of(self.options.delta, found[0], len(found[1]))
+        for row, state in self._rows.items():
+            if state:
+                token = token_of(self.options.delta, state[0], len(state[1]))
                 logits[row] = float("-inf")
                 logits[row, token] = 0.0
         return logits
@@ -161,7 +161,7 @@ class Refusing(Keeper):
 
 
 class FailingCalls(Wrapper[Executor], Executor):
-    """An executor whose workers fail at one action of the live change to a generation."""
+    """An executor with workers that fail at one action of a reconfiguration."""
 
     contract = 1
 

@@ -32,7 +32,7 @@ class Mark(Sample, StepPart, contract=1):
         return self.half
 
     def worker_half(self, context: Any) -> WorkerHalf:
-        """Return a half that forces what was sent."""
+        """Return a half that forces the sent token."""
         del context
         return Forcing(self.options.mark)
 
@@ -67,8 +67,8 @@ class Tagging(FrontendHalf):
     def validate(self, request: Any, answer: str) -> str | None:
         """Find fault with a request of another option."""
         del answer
-        found = request.tags["mark"]
-        return None if found == str(self._mark) else f"{found} is not {self._mark}"
+        mark = request.tags["mark"]
+        return None if mark == str(self._mark) else f"{mark} is not {self._mark}"
 
 
 class Sending(EngineHalf):
@@ -95,9 +95,9 @@ class Sending(EngineHalf):
     def result(self, plan: Any, result: Any) -> Mapping[str, Any]:
         """Check that each worker had the same option."""
         if plan.num_scheduled_tokens:
-            found = set(result.part_reports[self._name].values())
-            if found != {str(self._mark).encode()}:
-                raise ValueError(f"reports {found}, own mark {self._mark}")
+            marks = set(result.part_reports[self._name].values())
+            if marks != {str(self._mark).encode()}:
+                raise ValueError(f"reports {marks}, own mark {self._mark}")
         return {}
 
     def figures(self, request_id: str) -> Mapping[str, float]:

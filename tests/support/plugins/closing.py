@@ -1,4 +1,4 @@
-"""A policy whose end can be seen from outside, and lasts."""
+"""A policy with a slow close that other processes can observe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A KV store whose server is not there."""
+"""A KV store with a missing server."""
 
 from __future__ import annotations
 

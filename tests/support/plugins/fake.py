@@ -83,7 +83,7 @@ BUILTINS = {
 
 
 class Installed:
-    """The installed components of a test: the fake built-ins, and what the test offers."""
+    """The installed components of a test: the fake built-ins and the test's own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -118,7 +118,7 @@ class Installed:
         return value
 
     def resolve(self, config_sources: ConfigSources | None = None, **config: Any) -> PluginSet:
-        """Resolve a configuration against what is installed here."""
+        """Resolve a configuration against these installed components."""
         return resolve_plugins(convert(config, EngineConfig, path=""), config_sources, self.found)
 
 

@@ -35,7 +35,7 @@ RESULTS = {
 
 
 class Dense(LogitsProcessor):
-    """Adds nothing, or fails as its argument asks; damages what it was given first."""
+    """Adds nothing, or fails as its argument asks; damages its inputs first."""
 
     contract = 1
     phase = Phase.PENALTY

@@ -91,10 +91,12 @@ class Nearest(IOProcessor):
         """Return the name and the vector of each row."""
         vectors = [output.outputs for output in outputs]
         prototypes = np.stack(vectors[len(request.rows) :])
-        found = vectors[: len(request.rows)]
-        places = [int((prototypes @ vector).argmax()) for vector in found]
-        kept = found if request.vectors else [None] * len(found)
-        return [(self._names[place], vector) for place, vector in zip(places, kept, strict=True)]
+        row_vectors = vectors[: len(request.rows)]
+        places = [int((prototypes @ vector).argmax()) for vector in row_vectors]
+        returned = row_vectors if request.vectors else [None] * len(row_vectors)
+        return [
+            (self._names[place], vector) for place, vector in zip(places, returned, strict=True)
+        ]
 
     def output_to_response(self, output: list[tuple[str, Any]]) -> Named:
         """Return the names, and the vectors if there are some."""
@@ -126,7 +128,7 @@ WAITING = threading.Event()
 
 
 class Harmful(IOProcessor):
-    """Does what its input asks for, in the method that it names."""
+    """Does the action in its input, in the method that it names."""
 
     contract = 1
 
@@ -152,7 +154,7 @@ class Harmful(IOProcessor):
         return "done" if answer is None else answer
 
     def act(self, request: Any, method: str) -> Any:
-        """Do what a request asks for in a method."""
+        """Do the requested action in a method."""
         match request.get(method):
             case "waits":
                 WAITING.set()

@@ -1,4 +1,4 @@
-"""Components whose arguments have a table with keys that are numbers."""
+"""Components with a table in their arguments that has numbers as keys."""
 
 from __future__ import annotations
 

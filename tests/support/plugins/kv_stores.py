@@ -98,10 +98,10 @@ class HostileStore(FolderStore):
         way = self._way()
         if way == "nonsense":
             return [True]
-        found = super().lookup(keys)
+        present = super().lookup(keys)
         if way == "forget":
             return [False] * len(keys)
-        return [True] * len(keys) if way == "invent" else found
+        return [True] * len(keys) if way == "invent" else present
 
     def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool | Future[bool]:
         """Keep a block, or not."""

@@ -9,7 +9,7 @@ from hardpoint.plugins import LogitsProcessor, Phase
 
 
 class Mirostat(LogitsProcessor):
-    """Allows one token, whose id is `tau`, as a visible effect of the argument."""
+    """Allows one token, with the id `tau`, as a visible effect of the argument."""
 
     contract = 1
     phase = Phase.TRUNCATE

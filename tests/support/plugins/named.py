@@ -55,12 +55,12 @@ class WholeText:
         return self.feed(text)
 
     def finish(self):
-        reasoning, found, rest = self.text.partition(self.arrow)
-        events = [ReasoningText(reasoning)] if found else []
+        reasoning, arrow, rest = self.text.partition(self.arrow)
+        events = [ReasoningText(reasoning)] if arrow else []
         if call := re.fullmatch(r"\[(\w+)\](.*)", rest):
             begin, arguments = ToolCallBegin(call[1]), ToolCallArguments(call[2])
             return [*events, begin, arguments, ToolCallEnd()]
-        return [*events, ContentText(rest if found else self.text)]
+        return [*events, ContentText(rest if arrow else self.text)]
 
 
 class Twice(GrammarBackend):

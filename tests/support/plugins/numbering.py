@@ -41,10 +41,10 @@ class _Numbers(EngineHalf):
         before, drafts = plan.num_computed_tokens(), plan.draft_token_ids
         for name, count in plan.num_scheduled_tokens.items():
             sampled = len(result.sampled_token_ids.get(name, ()))
-            first, given = before[name], self.given.get(name, 0)
+            first, num_given = before[name], self.given.get(name, 0)
             end = first + count - len(drafts.get(name, ())) + max(sampled - 1, 0)
             if self.counts == "sampled":
-                first, end = given, given + sampled
+                first, end = num_given, num_given + sampled
                 self.given[name] = end
             elif self.counts == "before":
                 first -= 1
@@ -57,5 +57,5 @@ class _Numbers(EngineHalf):
         return {"number": PartArray(positions, positions * 10)}
 
     def ended(self, request_id):
-        for kept in (self.lengths, self.new, self.given):
-            kept.pop(request_id, None)
+        for by_request in (self.lengths, self.new, self.given):
+            by_request.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""Processors whose state depends on logits, and an executor that runs two batches at once."""
+"""Processors with a state that depends on logits, and an executor with two batches at once."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Deepest(EvictionPolicy):
 
 
 class Plain(Executor):
-    """Makes its worker in `start`, of whose figures it returns one, and closes it unasked."""
+    """Makes its worker in `start`, returns one of its figures, and closes it unasked."""
 
     contract = 1
 

@@ -66,7 +66,7 @@ class Gate(LogitsProcessor):
 
 
 class Unhurried(LogitsProcessor):
-    """Gives an engine whose program is gone a minute to end in order."""
+    """Gives an engine without its program a minute to end in order."""
 
     contract = 1
     phase = Phase.PENALTY

@@ -62,7 +62,7 @@ class BreaksLate(LogitsProcessor):
 
 
 class Uneven(NoInfos):
-    """Two stages, of which the first has twice the layers, and the second less memory."""
+    """Two stages; the first has twice the layers, and the second less memory."""
 
     infos = [
         WorkerInfo(200, 10_000, sleep_levels=(1, 2)),

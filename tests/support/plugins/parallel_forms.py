@@ -1,4 +1,4 @@
-"""A logits processor of each form whose effect depends on what was sampled before."""
+"""A logits processor of each form with an effect that depends on earlier tokens."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class NotAgain(SparseLogitsProcessor):
         bonus: float = 1.0
 
     def edits(self, rows):
-        found: list[tuple[int, int, float]] = []
+        edits: list[tuple[int, int, float]] = []
         for row, (request, arguments) in enumerate(
             zip(rows.requests, rows.arguments(), strict=True)
         ):
             for token in request.output_token_ids[-1:]:
-                found += [(row, token, -100.0), (row, (token + 1) % 256, arguments.bonus)]
-        return Edits(*map(list, zip(*found, strict=True))) if found else None
+                edits += [(row, token, -100.0), (row, (token + 1) % 256, arguments.bonus)]
+        return Edits(*map(list, zip(*edits, strict=True))) if edits else None
 
 
 class Tide(BatchLogitsProcessor):
@@ -89,7 +89,7 @@ class Tide(BatchLogitsProcessor):
 
     def apply(self, logits):
         for row in self.rows:
-            if (found := self.rows[row]) is not None:
-                height, outputs = found
+            if (state := self.rows[row]) is not None:
+                height, outputs = state
                 logits[row, len(outputs) % 2 :: 2] += height
         return logits

@@ -1,4 +1,4 @@
-"""Plugins of every kind that raise what is no `Exception`, each in one of its methods."""
+"""Plugins of every kind that raise a BaseException, each in one of its methods."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def watch_hashing() -> None:
 
 
 class Tells(LogitsProcessor):
-    """Fails with what it sees around it."""
+    """Fails with a description of its environment."""
 
     contract = 1
     phase = Phase.PENALTY

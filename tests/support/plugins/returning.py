@@ -1,4 +1,4 @@
-"""An executor whose results differ from the plan, for the requests whose user id asks for it."""
+"""An executor with results that differ from the plan, for requests that ask for it by user id."""
 
 from __future__ import annotations
 

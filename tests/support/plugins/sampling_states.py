@@ -48,7 +48,7 @@ class LoggedMirostat(LoggedSampler):
     contract = 1
 
     class Arguments(Mirostat.Arguments):
-        """Those of the wrapped sampler."""
+        """Arguments of the wrapped sampler."""
 
 
 class EveryThird(Sampler):

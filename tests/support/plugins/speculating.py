@@ -1,4 +1,4 @@
-"""Speculators that record what they are called with, or fail."""
+"""Speculators that record their calls, or fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Recorder(Sample, Speculator, contract=1):
 
 
 class Failing(Recorder):
-    """Fails in the method that its options name, or drafts what it may not."""
+    """Fails in the method that its options name, or returns forbidden drafts."""
 
     class Options(plugins.Options):
         fails_in: str = "propose"

@@ -1,4 +1,4 @@
-"""Components as a stranger writes them: each does what another of its kind does, and logs it."""
+"""Components of third parties: each delegates to another of its kind, and logs it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(path: str, line: str) -> None:
 
 
 class LoggedScheduler(Sample, Wrapper[Scheduler], Scheduler, contract=1):
-    """Does what another scheduler does, and logs each plan."""
+    """Delegates to another scheduler, and logs each plan."""
 
     class Options(Wrapper.Options):
         wraps: str = "default"
@@ -44,7 +44,7 @@ class LoggedScheduler(Sample, Wrapper[Scheduler], Scheduler, contract=1):
 
 
 class LoggedExecutor(Sample, Wrapper[Executor], Executor, contract=1):
-    """Does what another executor does, and logs each step."""
+    """Delegates to another executor, and logs each step."""
 
     class Options(Wrapper.Options):
         wraps: str = "uniproc"
@@ -56,7 +56,7 @@ class LoggedExecutor(Sample, Wrapper[Executor], Executor, contract=1):
 
 
 class LoggedTokenizer(Sample, Wrapper[Tokenizer], Tokenizer, contract=1):
-    """Does what another tokenizer does, and logs what it encodes."""
+    """Delegates to another tokenizer, and logs the encoded texts."""
 
     class Options(Wrapper.Options):
         wraps: str = "transformers"
@@ -68,7 +68,7 @@ class LoggedTokenizer(Sample, Wrapper[Tokenizer], Tokenizer, contract=1):
 
 
 class LoggedSampler(Sample, Wrapper[Sampler], Sampler, contract=1):
-    """Does what another sampler does, and logs the tokens."""
+    """Delegates to another sampler, and logs the tokens."""
 
     class Options(Wrapper.Options):
         wraps: str = "default"
@@ -81,7 +81,7 @@ class LoggedSampler(Sample, Wrapper[Sampler], Sampler, contract=1):
 
 
 class Chained(Sample, Wrapper[Executor], Executor, contract=1):
-    """Wraps what a stranger wrote, itself a wrapper, by its FQCN."""
+    """Wraps a third-party wrapper by its FQCN."""
 
     class Options(Wrapper.Options):
         wraps: str = f"{__name__}:LoggedExecutor"
@@ -140,7 +140,7 @@ class WrappedPolicy(Sample, Wrapper[SchedulingPolicy], SchedulingPolicy, contrac
 
 
 class Undeclared(ByHand):
-    """Builds what its `wraps` does not return."""
+    """Builds a component that its `wraps` does not return."""
 
     @classmethod
     def wraps(cls, options):
@@ -153,7 +153,7 @@ class Undeclared(ByHand):
 
 
 class Unbuilt(Sample, Wrapper[Executor], Executor, contract=1):
-    """Fails once it has built what it wraps."""
+    """Fails after it has built its wrapped component."""
 
     class Options(Wrapper.Options):
         wraps: str = f"{__name__}:ClosedExecutor"

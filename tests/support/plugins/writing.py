@@ -1,4 +1,4 @@
-"""Plugins that write to what they may only read; the name has the part."""
+"""Plugins that mutate read-only inputs; the name has the input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts child processes of tests by forking a process that has imported what they need.
+"""Starts child processes of tests by forking a process with loaded imports.
 
 An engine process takes 1.5 to 2 seconds of processor time to import; a fork takes milliseconds.
 The fork becomes a child of the test's process and behaves like a started one: it has the same
@@ -47,7 +47,7 @@ _ONE_REQUEST = threading.Lock()
 
 
 class ForkedProcess(subprocess.Popen):
-    """A process that the fork server made, with the interface of one that was started here."""
+    """A process of the fork server with the interface of a child process."""
 
     def __init__(self, command: list[str], pid: int) -> None:
         """Take over the child process `pid`."""
@@ -124,7 +124,7 @@ class ForkServer:
         return reads_alike(environment, self._environment) and self._popen.poll() is None
 
     def serves(self, command: list[str], options: dict[str, Any]) -> bool:
-        """Whether a fork is the same as what these arguments of `Popen` start."""
+        """Whether a fork equals the process that these arguments of `Popen` start."""
         return (
             command[:-3] == self._command
             and {name for name, value in options.items() if value is not None} - {"stderr"}
@@ -205,9 +205,9 @@ def _fixed(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_CHANGING)}
 
 
-def reads_alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def reads_alike(first_output: Mapping[str, str], other: Mapping[str, str]) -> bool:
     """Return whether processes with these environments import the same, but for `sys.path`."""
-    first, second = ({**_fixed(each), "PYTHONPATH": ""} for each in (one, other))
+    first, second = ({**_fixed(each), "PYTHONPATH": ""} for each in (first_output, other))
     return first == second
 
 
@@ -260,7 +260,7 @@ def import_builtins() -> None:
 
 
 def run_engine_once() -> None:
-    """Run an engine in this process: forks have what it loaded, checked and cached."""
+    """Run an engine in this process: forks share its loaded, checked and cached data."""
     from hardpoint import LLM
     from hardpoint.testing import scripted_config, write_scripted_model
 

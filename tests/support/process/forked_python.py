@@ -142,11 +142,11 @@ class _Forked(subprocess.Popen):
     """A program that is a fork of the interpreter, or may be one."""
 
     def fork(self, fork: Fork, args: list[str], *options: Any) -> None:
-        """Fork, where `_execute_child` starts a program; the options are those of that."""
+        """Fork instead of starting a program; the options are the same as of `_execute_child`."""
         cwd, environment, pipes = options[4], options[5], options[9:15]
         stdin, _, _, stdout, _, stderr = pipes
-        given = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
-        streams = [own if found == -1 else found for found, own in given]
+        pairs = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
+        streams = [default if descriptor == -1 else descriptor for descriptor, default in pairs]
         environment = dict(os.environ if environment is None else environment)
         self.pid = fork(args[1:], str(cwd or Path.cwd()), environment, streams)
         self._child_created = True
@@ -183,7 +183,7 @@ def _serve(control: socket.socket) -> None:
 
 
 def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int]) -> None:
-    """Be the program of a request, or a server; `base` is what ends the program's `sys.path`."""
+    """Run the program of a request, or a server; `base` is the end of the program's `sys.path`."""
     if "path" in request:
         _be_server(request, socket.socket(fileno=descriptors[0]))
         return
@@ -232,7 +232,7 @@ def _fork_servers(forks: ForkServer) -> None:
 
 
 def _open_streams(*, unbuffered: bool) -> None:
-    """Open the standard streams again: those of the interpreter are of other kinds of files."""
+    """Open the standard streams again: the interpreter's are other kinds of files."""
     for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
         file = open(  # noqa: SIM115 - open to the end

@@ -74,7 +74,7 @@ def pid_of(llm: LLM) -> int:
 
 
 def hangs(begun: Path) -> SamplingParams:
-    """Parameters of a request whose steps hang, with the plugin `slow`; the path shows the begin.
+    """Parameters of a request with hanging steps, with the plugin `slow`; the path shows the begin.
 
     A request and a call that are sent together may be answered together: who wants the engine to
     be in a step waits for the path (see `in_step`).
@@ -89,7 +89,7 @@ def in_step(begun: Path) -> None:
 
 
 def drains(ask: Callable[[], object]) -> bool:
-    """Whether an engine knows of its end, so that it refuses what `ask` asks."""
+    """Whether an engine is draining, so that it rejects the request of `ask`."""
     try:
         ask()
     except EngineDeadError as error:
@@ -103,7 +103,7 @@ def gone(pid: int, limit_s: float = PATIENCE_S) -> float:
 
 
 def assert_quick(name: str, seconds: float) -> None:
-    """Print a measured time; fail if it is that of a hang, or of a time limit that was awaited."""
+    """Print a measured time; fail if it indicates a hang, or an awaited time limit."""
     print(f"\n[measured] {name}: {seconds:.3f} s")
     assert seconds < QUICK_S, f"{name}: {seconds:.3f} s, expected less than {QUICK_S:g} s"
 

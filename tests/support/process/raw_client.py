@@ -35,18 +35,18 @@ _LIMIT_MS = 60_000
 @contextlib.contextmanager
 def _standard_error_to(path: Path) -> Iterator[None]:
     """Redirect the standard error of processes that start now to a file."""
-    kept = os.dup(2)
+    saved = os.dup(2)
     with path.open("wb") as file:
         os.dup2(file.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 class RawClient:
-    """Sends frames as they are, and reads what comes back."""
+    """Sends raw frames, and reads the answers."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class RawClient:
         return lines
 
     def send(self, *frames: bytes) -> None:
-        """Send frames, the first of which should be a request type."""
+        """Send frames; the first should be a request type."""
         self.router.send_multipart([IDENTITY, *frames])
 
     def send_message(self, kind: RequestType, message: Any) -> None:
@@ -112,7 +112,7 @@ class RawClient:
         return self._decoder.decode(frames)
 
     def call(self, method: str, *args: Any) -> UtilityOutput:
-        """Call a utility and wait for its answer; what else comes before it is dropped."""
+        """Call a utility and wait for its answer; earlier messages are dropped."""
         self._calls += 1
         self.send_message(RequestType.UTILITY, UtilityCall(0, self._calls, method, list(args)))
         while True:

@@ -35,7 +35,7 @@ def add(llm: LLM, count: int, params: SamplingParams) -> None:
 
 
 def begin(llm: LLM, count: int, params: SamplingParams) -> None:
-    """Add requests and wait until each has tokens: a signal may overtake one that was just sent."""
+    """Add requests and wait until each has tokens: a signal may overtake a new request."""
     add(llm, count, params)
     seen: set[str] = set()
     while len(seen) < count:
@@ -64,7 +64,7 @@ def interrupted(
     held = HeldSteps(folder)
 
     def has_tokens() -> bool:
-        return sum(one.num_output_tokens for one in engine.live_requests()) > 10
+        return sum(request.num_output_tokens for request in engine.live_requests()) > 10
 
     with ThreadPoolExecutor() as pool:
         results = pool.submit(run, slow=held.slow(0.2))

@@ -1,4 +1,4 @@
-"""A worker without a model, which does what the arguments of its calls ask, and its launches."""
+"""A worker without a model that follows orders in the arguments of its calls, and its launches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_PLUGINS = Manifest(hardpoint="", entries=())
 
 
 class Obeying:
-    """Orders are texts `rank what argument`; rank `*` is every rank."""
+    """Orders are texts `rank action argument`; rank `*` is every rank."""
 
     def __init__(self, launch: WorkerLaunch, progress: Callable[[str, int, int], None] | None):
         self.rank = launch.rank
@@ -39,9 +39,9 @@ class Obeying:
 
     def _obey(self, orders: Any) -> None:
         for order in sorted(orders):
-            rank, what, argument = (*order.split(" ", 2), "")[:3]
+            rank, action, argument = (*order.split(" ", 2), "")[:3]
             if rank in ("*", str(self.rank)):
-                getattr(self, f"_{what}")(argument)
+                getattr(self, f"_{action}")(argument)
 
     def _kill(self, _argument: str) -> None:
         print("about to die\nof a signal", file=sys.stderr, flush=True)

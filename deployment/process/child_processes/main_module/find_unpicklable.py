@@ -60,9 +60,9 @@ def _fields(where: str, struct: Any) -> Iterator[tuple[str, Any]]:
     except NameError:  # a type that does not exist: the struct itself is the cause
         return
     for field in fields:
-        for what in ("type", "default", "default_factory"):
-            place = f"the {what.replace('_', ' ')} of {where}.{field.name}"
-            yield place, getattr(field, what)
+        for attribute in ("type", "default", "default_factory"):
+            place = f"the {attribute.replace('_', ' ')} of {where}.{field.name}"
+            yield place, getattr(field, attribute)
 
 
 def _attributes(where: str, attributes: Any) -> Iterator[tuple[str, Any]]:

@@ -64,7 +64,7 @@ def loads(data: bytes) -> Any:
         return pickle.loads(data)
     except Exception as cause:
         raise PluginLoadError(
-            f"__main__: what the program defines cannot be rebuilt in the engine process: "
+            f"__main__: definitions of the program cannot be rebuilt in the engine process: "
             f"{type(cause).__name__}: {cause}"
         ) from cause
 
@@ -126,10 +126,10 @@ def _adjusted(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     attributes = repeated | {k: v for k, v in attributes.items() if k != MSGSPEC_CACHE}
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
-        own = {name: hints[name] for name in inspect.get_annotations(cls)}
+        annotations = {name: hints[name] for name in inspect.get_annotations(cls)}
     except NameError:  # names for type checkers only, which no code can use
-        own = {}
-    return make, arguments, (fill, (attributes, slots), own), None, None, _fill_class
+        annotations = {}
+    return make, arguments, (fill, (attributes, slots), annotations), None, None, _fill_class
 
 
 def _fill_class(cls: type, state: tuple[Callable[..., Any], Any, dict[str, Any]]) -> type:
@@ -141,10 +141,10 @@ def _fill_class(cls: type, state: tuple[Callable[..., Any], Any, dict[str, Any]]
 
 
 def _importable(obj: Any) -> bool:
-    found: Any = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
+    resolved: Any = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
     for step in obj.__qualname__.split("."):
-        found = getattr(found, step, None)
-    return found is obj
+        resolved = getattr(resolved, step, None)
+    return resolved is obj
 
 
 def _is_open_file(obj: Any) -> bool:
@@ -170,6 +170,6 @@ def _reason(part: Any, cause: Exception) -> str:
     """Return why the part itself cannot be pickled: `cause` may be an error of its holder."""
     try:
         _pickled(part)
-    except Exception as own:
-        return str(own)
+    except Exception as part_cause:
+        return str(part_cause)
     return str(cause)

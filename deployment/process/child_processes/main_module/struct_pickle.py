@@ -65,9 +65,9 @@ class StructParts:
         Raises:
             NameError: an annotation of a field names something that does not exist.
         """
-        own = inspect.get_annotations(struct)
+        annotations = inspect.get_annotations(struct)
         by_name = {field.name: field for field in msgspec.structs.fields(struct)}
-        fields = [by_name[name] for name in own if name in by_name]
+        fields = [by_name[name] for name in annotations if name in by_name]
         namespace = {k: v for k, v in vars(struct).items() if k in _SET_BY_STATEMENT}
         namespace["__qualname__"] = struct.__qualname__
         skipped = {*_SET_BY_STATEMENT, *_MADE_BY_MSGSPEC, *(field.name for field in fields)}
@@ -108,7 +108,7 @@ def build_struct(
     arguments: dict[str, dict[str, Any]],
     options: dict[str, Any],
 ) -> type[msgspec.Struct]:
-    """Return a class whose fields have names, order and defaults, but no types yet.
+    """Return a class with names, order and defaults of fields, but no types yet.
 
     Args:
         statement: metaclass, name and bases.
@@ -117,7 +117,7 @@ def build_struct(
         options: options of the class statement.
     """
     metaclass, name, bases = statement
-    fields = {field: msgspec.field(**given) for field, given in arguments.items()}
+    fields = {field: msgspec.field(**field_options) for field, field_options in arguments.items()}
     body = {**namespace, "__annotations__": dict.fromkeys(arguments, Any), **fields}
     return typing.cast("type[msgspec.Struct]", metaclass(name, bases, body, **options))
 
@@ -146,7 +146,7 @@ def make_new_type(name: str, module: str, supertype: Any) -> Any:
 
 
 class _Deferred:
-    """A callable whose target is set later."""
+    """A callable with a target that is set later."""
 
     # msgspec looks for default factories and `__post_init__` when a class is made, and never again.
 

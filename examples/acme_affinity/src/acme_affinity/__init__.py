@@ -42,7 +42,7 @@ class Affinity(LoadBalancer):
     def choose(self, request: EngineCoreRequest, engines: Sequence[EngineView]) -> int:
         """Return the index of the first engine of the conversation that is not too busy."""
         cost = self.options.in_flight_tokens
-        loads = [one.pending_prompt_tokens + cost * one.in_flight for one in engines]
+        loads = [engine.pending_prompt_tokens + cost * engine.in_flight for engine in engines]
         retained = request.retention
         name = retained.session if retained else request.tags.get(self.options.tag)
         by_load = min(

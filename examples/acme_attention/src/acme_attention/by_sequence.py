@@ -58,7 +58,7 @@ class BySequence(AttentionBackend[torch.Tensor, Plan]):
         return torch.zeros(shape, dtype=self.context.dtype, device=self.context.device)
 
     def block_views(self, cache: torch.Tensor) -> list[torch.Tensor]:
-        """Return the bytes of keys, and those of values."""
+        """Return the bytes of keys and the bytes of values."""
         return [part.flatten(1).view(torch.uint8) for part in cache]
 
     def plan(self, step: AttentionStep) -> Plan:

@@ -16,7 +16,7 @@ contract = 1
 
 
 class BeamRequest(BeamSearch):
-    """A prompt whose likeliest outputs are asked for.
+    """A prompt with the parameters of a beam search.
 
     Attributes:
         timeout: seconds that the search may take.
@@ -39,13 +39,13 @@ def server_extensions(server: ServerContext) -> list[Route]:
     """Return the route."""
 
     async def search(request: Request) -> BeamAnswer:
-        asked = await server.read(request, BeamRequest)
-        server.check_prompt(asked.prompt)
+        body = await server.read(request, BeamRequest)
+        server.check_prompt(body.prompt)
         params, options = (
-            SamplingParams(max_tokens=asked.max_tokens),
-            server.options(request, asked),
+            SamplingParams(max_tokens=body.max_tokens),
+            server.options(request, body),
         )
-        work = beam_search(server.engine, asked.prompt, params, asked, **options)
+        work = beam_search(server.engine, body.prompt, params, body, **options)
         return BeamAnswer(await server.while_connected(request, work, generates=True))
 
     return [

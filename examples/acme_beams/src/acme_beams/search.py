@@ -49,7 +49,7 @@ class Beam(msgspec.Struct, order=True):
 async def beam_search(
     engine: Engine, prompt: Prompt, params: SamplingParams, search: BeamSearch, **options: Any
 ) -> list[Beam]:
-    """Return the best outputs, the best first: those that `generate` of transformers finds.
+    """Return the best outputs, the best first, as `generate` of transformers does.
 
     Source: the section "Beam search" of Graves, "Sequence Transduction with Recurrent Neural
     Networks" (arXiv:1211.3711).
@@ -63,7 +63,7 @@ async def beam_search(
         RequestEndedError: a beam was aborted, failed or ran out of time.
         RequestError: as `Branches`.
     """
-    beams, found = [Beam()], list[Beam]()
+    beams, best_beams = [Beam()], list[Beam]()
     count = search.num_beams
     async with Branches(engine, prompt, params, count, **options) as branches:
         while beams:
@@ -74,12 +74,12 @@ async def beam_search(
                 for token, logprob in entry.items()
             )
             best = sorted(grown, reverse=True)
-            found += [beam for beam in best[:count] if branches.has_ended(beam.token_ids)]
-            found = sorted(found, reverse=True)[:count]
+            best_beams += [beam for beam in best[:count] if branches.has_ended(beam.token_ids)]
+            best_beams = sorted(best_beams, reverse=True)[:count]
             beams = [beam for beam in best if not branches.has_ended(beam.token_ids)][:count]
             # The first of the beams, if there is one, is their best; the last one found the worst.
-            if len(found) == count and (search.early_stopping or beams[:1] <= found[-1:]):
+            if len(best_beams) == count and (search.early_stopping or beams[:1] <= best_beams[-1:]):
                 break
-    for beam in found:
+    for beam in best_beams:
         beam.text = engine.tokenizer.decode(beam.token_ids, skip_special_tokens=True)
-    return found
+    return best_beams

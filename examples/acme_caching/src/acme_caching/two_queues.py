@@ -1,4 +1,4 @@
-"""2Q: a queue of recent blocks, and one of those that came back."""
+"""2Q: a queue of recent blocks, and a queue of blocks that came back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TwoQueues(EvictionPolicy):
         self._of_main: dict[int, bytes | None] = {}  # by block, the hash that it entered main with
 
     def released(self, block_ids: Sequence[int]) -> None:
-        """Add candidates: to main those that are remembered, or were there before."""
+        """Add candidates: to main if they are remembered, or were there before."""
         for block in block_ids:
             key = self._blocks.hash(block)
             if key in self._remembered:
@@ -56,7 +56,7 @@ class TwoQueues(EvictionPolicy):
             del (self._main if block in self._main else self._recent)[block]
 
     def dropped(self, block_ids: Sequence[int]) -> None:
-        """Remove candidates whose content is gone."""
+        """Remove candidates without content."""
         self.taken(block_ids)
         for block in block_ids:
             self._of_main.pop(block, None)

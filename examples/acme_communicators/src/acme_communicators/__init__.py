@@ -1,4 +1,4 @@
-"""A communicator for Hardpoint that counts what another one moves between the ranks."""
+"""A communicator for Hardpoint that counts the traffic of another one between the ranks."""
 
 import logging
 from collections import Counter
@@ -11,7 +11,7 @@ __all__ = ["Traffic"]
 
 
 class Traffic(Wrapper[Communicator], Communicator):
-    """Does what another communicator does, and logs its calls and bytes when the rank closes.
+    """Delegates to another communicator, and logs its calls and bytes when the rank closes.
 
     All that it does not override is the wrapped communicator's.
     """

@@ -56,8 +56,8 @@ class CorpusIndex:
         common, place = max(((self._common(p, wanted), p) for p in near), default=(0, 0))
         if common < shortest:
             return []
-        found: list[int] = self._tokens[place : place + limit].tolist()
-        return found[: found.index(_END)] if _END in found else found
+        following: list[int] = self._tokens[place : place + limit].tolist()
+        return following[: following.index(_END)] if _END in following else following
 
     def _before(self, place: int) -> list[int]:
         """Return the tokens before a place, the nearest first."""
@@ -66,7 +66,7 @@ class CorpusIndex:
         return before + [_END] * (self._longest - len(before))
 
     def _common(self, place: int, wanted: Sequence[int]) -> int:
-        """Return how many tokens before a place are those wanted."""
+        """Return how many tokens before a place equal the wanted ones."""
         count = 0
         for mine, other in zip(self._before(place), wanted, strict=False):
             if mine != other:

@@ -1,4 +1,4 @@
-"""A speculator whose drafts are what follows the newest tokens in documents of the operator."""
+"""A speculator that drafts from documents of the operator, after the newest tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .index import CorpusIndex
 
 
 class Corpus(Speculator):
-    """Drafts what follows the newest tokens of a request where they stand in a document.
+    """Drafts the continuation of the newest tokens of a request in a document.
 
     The documents are read once, when the engine starts. They are public to all requests: one that
     measures how fast a text comes learns whether it stands in one of them. Of the requests nothing
@@ -66,7 +66,7 @@ class Corpus(Speculator):
         largest = max((max(ids, default=0) for ids in token_ids), default=0)
         if largest >= context.vocab_size:
             raise ConfigError(
-                f"{path}.tokenizer: expected that of the model, with ids up to "
+                f"{path}.tokenizer: expected the model's tokenizer, with ids up to "
                 f"{context.vocab_size - 1}, got {largest}"
             )
         self._index = CorpusIndex(token_ids, self.options.longest)
@@ -75,8 +75,8 @@ class Corpus(Speculator):
         """Yield the texts of the documents, each once."""
         left, seen = self.options.max_bytes, set[Path]()
         for pattern in self.options.documents:
-            found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-            files = [file for file in found if file.is_file()]
+            paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+            files = [file for file in paths if file.is_file()]
             if not files:
                 raise ConfigError(f"{path}: {pattern!r} matches no file")
             for file in files:

@@ -1,4 +1,4 @@
-"""An executor whose workers are threads: several ranks in one process, to look at or to debug."""
+"""An executor with threads as workers: several ranks in one process, to look at or to debug."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ThreadExecutor(Executor):
         self.collective_rpc("initialize_cache", (num_blocks,))
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
-        """Let all workers run the step, after those that they were called for before."""
+        """Let all workers run the step, after their earlier calls."""
         return self._output("execute_model", (plan,))
 
     def sample_tokens(

@@ -33,7 +33,7 @@ class LayerNorm:
     """Layer normalisation with weight and bias."""
 
     def __init__(self, name: str, size: int) -> None:
-        """`name` is that of its tensors, without `.weight` and `.bias`."""
+        """`name` is the name of its tensors, without `.weight` and `.bias`."""
         self._name = name
         self._size = size
         self._tensors: dict[str, torch.Tensor] = {}
@@ -84,7 +84,7 @@ class TinyGPT(Model):
     parallelism = ("tensor", "pipeline")
 
     def __init__(self, context: ModelContext) -> None:
-        """Read the fields of the config; raise ModelError for those that do not fit."""
+        """Read the fields of the config; raise ModelError for values that do not fit."""
         super().__init__(context)
         fields = ConfigFields(context.config.hf, "TinyGPT config")
         hidden = fields.whole("hidden_size", at_most=1 << 16)

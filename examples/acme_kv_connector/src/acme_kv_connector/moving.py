@@ -102,7 +102,7 @@ class FilesWorker(KVConnectorWorker):
                 load.layers.append(self._pool.submit(self._read, load.move, layer))
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Copy what was read of a layer; blocks that were not are computed."""
+        """Copy the blocks that were read for a layer; the others are computed."""
         for load in self._loads:
             try:
                 blocks = load.layers[layer].result(self._timeout)
@@ -118,7 +118,7 @@ class FilesWorker(KVConnectorWorker):
             self._copies[key].append(self._read_from_cache(layer, block_id))
 
     def wait_for_save(self) -> None:
-        """Let threads write what was copied of all layers."""
+        """Let threads write the copied blocks of all layers."""
         for load in self._loads:
             self._errors.update(load.move.block_ids[load.num_right :])
         for key, copies in self._copies.items():
@@ -136,7 +136,7 @@ class FilesWorker(KVConnectorWorker):
         return errors
 
     def close(self) -> None:
-        """Write what waits to be written."""
+        """Write the pending blocks."""
         self._pool.shutdown()
 
     def _key(self, block_hash: bytes) -> bytes:

@@ -31,7 +31,7 @@ class Running:
 
 @dataclass
 class Unsure:
-    """A request whose load may have failed, in some rank.
+    """A request with a load that may have failed, in some rank.
 
     Attributes:
         num_tokens: number of tokens that it had. A further token shows that the blocks are right.
@@ -60,13 +60,13 @@ class FilesScheduler(KVConnectorScheduler):
         self._unsure: list[Unsure] = []
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:
-        """Learn by what each rank keys its blocks."""
+        """Learn the block keys of each rank."""
         self._identities = handshakes
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Count the blocks whose files are there; they are loaded in the step."""
+        """Count the blocks with files; they are loaded in the step."""
         # The last token is always computed: without it, there is nothing to sample from.
         first, end = num_computed_tokens // self._size, (request.num_tokens - 1) // self._size
         if end <= first or request.source.lora is not None or request.source.features:
@@ -83,7 +83,7 @@ class FilesScheduler(KVConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Load what was counted into the request's blocks."""
+        """Load the counted tokens into the request's blocks."""
         first = self._first.pop(request.request_id, 0)
         self._admitted[request.request_id] = request
         if num_external_tokens:
@@ -117,7 +117,7 @@ class FilesScheduler(KVConnectorScheduler):
         return Jobs(loads, saves) if loads or saves else None
 
     def _are_loads_right(self, step: int) -> bool:
-        """Return whether no load may have failed whose step's result is not known.
+        """Return whether no load may have failed in steps without a known result.
 
         Until then nothing is saved, of no request: others may share the blocks.
         """

@@ -50,6 +50,6 @@ class JsonLines(StatSink):
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the rest, and close the file."""
         self.report()
         self._file.close()

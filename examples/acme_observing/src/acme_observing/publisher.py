@@ -43,7 +43,7 @@ class EventLines(KVEventPublisher):
         self._ready.set()
 
     def close(self) -> None:
-        """Write what waits, and end the thread; a second call does nothing."""
+        """Write the pending events, and end the thread; a second call does nothing."""
         self._closing = True
         self._ready.set()
         self._thread.join()

@@ -66,6 +66,6 @@ class RequestTable(StatSink):
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the rest, and close the file."""
         self.report()
         self._file.close()

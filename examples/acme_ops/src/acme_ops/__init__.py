@@ -9,7 +9,7 @@ __all__ = ["OneCall"]
 
 
 class OneCall(Wrapper[Ops], Ops):
-    """Does what other operations do, but for norms and activations, which are one call each.
+    """Delegates to other operations, but for norms and activations, which are one call each.
 
     `add_rms_norm` is overridden with `rms_norm`: the wrapped object's calls its own norm.
     """

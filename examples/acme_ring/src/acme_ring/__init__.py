@@ -39,7 +39,7 @@ class TenantRing(LoadBalancer):
     options: Options
 
     def __init__(self, context: BalancerContext) -> None:
-        """Create a balancer whose ring is made with the first request."""
+        """Create a balancer; its ring is made with the first request."""
         super().__init__(context)
         self.ranks: list[int] = []
         self.ring: list[tuple[bytes, int]] = []  # points, and indices of engines

@@ -77,20 +77,24 @@ class Dry(plugins.SparseLogitsProcessor):
 
     def fork(self, state: History) -> History:
         """Return a copy; `matches` is replaced, and never changed."""
-        own = {name: getattr(state, name).copy() for name in ("tokens", "earlier", "latest")}
-        return msgspec.structs.replace(state, **own)
+        copies = {name: getattr(state, name).copy() for name in ("tokens", "earlier", "latest")}
+        return msgspec.structs.replace(state, **copies)
 
     def edits(self, rows: Rows[Arguments, History]) -> Edits | None:
         """Lower the logits of the tokens that would extend a repetition."""
-        found: list[tuple[int, int, float]] = []
-        for index, (state, own) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
-            for follower, length in state.repetitions(own.range).items():
-                if length >= own.allowed_length:
-                    penalty = own.multiplier * own.base ** (length - own.allowed_length)
-                    found.append((index, follower, -penalty))
-        if not found:
+        penalties: list[tuple[int, int, float]] = []
+        for index, (state, arguments) in enumerate(
+            zip(rows.states(), rows.arguments(), strict=True)
+        ):
+            for follower, length in state.repetitions(arguments.range).items():
+                if length >= arguments.allowed_length:
+                    penalty = arguments.multiplier * arguments.base ** (
+                        length - arguments.allowed_length
+                    )
+                    penalties.append((index, follower, -penalty))
+        if not penalties:
             return None
-        row, token, value = zip(*found, strict=True)
+        row, token, value = zip(*penalties, strict=True)
         return Edits(row, token, value, Op.ADD)
 
 

@@ -18,7 +18,7 @@ LN_2 = math.log(2)
 
 
 class Mirostat(LogitsProcessor):
-    """Drops tokens whose surprise is above a limit, which follows the surprise of those chosen.
+    """Drops tokens with a surprise above a limit, which follows the surprise of sampled tokens.
 
     Source: Basu et al., https://arxiv.org/abs/2007.14966, the second algorithm of the authors'
     code, https://github.com/basusourya/mirostat
@@ -50,8 +50,8 @@ class Mirostat(LogitsProcessor):
 
     def start(self, request: LogitsRequest) -> State:
         """Return twice the target, as the authors do."""
-        own: Mirostat.Arguments = request.arguments[self.name]
-        return self.State(mu=2 * own.tau, tau=own.tau, eta=own.eta)
+        arguments: Mirostat.Arguments = request.arguments[self.name]
+        return self.State(mu=2 * arguments.tau, tau=arguments.tau, eta=arguments.eta)
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Set the logits of tokens that are too surprising to -inf. `logits` is [rows, vocab]."""

@@ -76,8 +76,10 @@ class Xtc(LogitsProcessor):
         """Set the logits of top choices to -inf. `logits` is [rows, vocab]."""
         chosen = [
             row
-            for row, (state, own) in enumerate(zip(rows.states(), rows.arguments(), strict=True))
-            if coin(state) < own.probability
+            for row, (state, row_arguments) in enumerate(
+                zip(rows.states(), rows.arguments(), strict=True)
+            )
+            if coin(state) < row_arguments.probability
         ]
         if chosen:
             arguments = rows.arguments()

@@ -28,7 +28,7 @@ class AgeingShortestFirst(SchedulingPolicy):
     options: Options
 
     def key(self, request: Request) -> float:
-        """Order by prompt tokens, plus those that earlier requests have aged by then."""
+        """Order by prompt tokens, plus the aging of earlier requests by then."""
         return request.num_prompt_tokens + self.options.tokens_per_second * request.arrival_time
 
     def victim(self, running: Sequence[Request], load: Load) -> Request:  # noqa: ARG002

@@ -54,7 +54,7 @@ class TenantCap(SchedulingPolicy):
         return int(self._is_full(group))
 
     def admit(self, request: Request, load: Load) -> str | None:  # noqa: ARG002
-        """Return why a request whose tenant is at its cap must wait; None for others."""
+        """Return why a request of a tenant at its cap must wait; None for others."""
         tenant = self.group(request)
         if not self._is_full(tenant):
             return None

@@ -22,14 +22,16 @@ def key_authenticator(pairs: str) -> Authenticator:
 
     async def authenticate(headers: Mapping[str, str], path: str) -> Client | None:  # noqa: ARG001
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _hashed(key.strip())
-        found = None
+        hashed = _hashed(key.strip())
+        client = None
         for known, name in names.items():  # all of them, so that the time reveals nothing
-            if hmac.compare_digest(known, given) and scheme.lower() == "bearer":
-                found = name
-        if found is None:
+            if hmac.compare_digest(known, hashed) and scheme.lower() == "bearer":
+                client = name
+        if client is None:
             return None
-        return Client(name=found, cache_salt=found, tags={"client": found}, admin=found == "admin")
+        return Client(
+            name=client, cache_salt=client, tags={"client": client}, admin=client == "admin"
+        )
 
     return Authenticator(authenticate=authenticate)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class UsageRequest(Strict):
-    """The client whose usage is asked for.
+    """The client to report the usage of.
 
     Attributes:
         client: name of the client; None is the caller. Only an administrator may ask for others'.
@@ -67,9 +67,9 @@ class UsageRoute:
 
     async def answer(self, request: Request) -> UsageAnswer:
         """Answer a request."""
-        asked = await self._server.read(request, UsageRequest)
+        body = await self._server.read(request, UsageRequest)
         caller: Client = request.state.client
-        name = caller.name if asked.client is None else asked.client
+        name = caller.name if body.client is None else body.client
         if name != caller.name and not caller.admin:
             raise RequestError(f"client: expected your own name, {caller.name!r}, got {name!r}")
         stats = await self._server.engine.engines.scheduler_stats()

@@ -87,7 +87,7 @@ class Split:
 
 
 class Spans(IOProcessor):
-    """Embeds a document of any length in overlapping spans, and finds those that match a query.
+    """Embeds a document of any length in overlapping spans, and finds spans that match a query.
 
     The vector of the whole is the mean of the spans' by length.
     """

@@ -13,7 +13,7 @@ from hardpoint.plugins import ActivationTap, ConfigError, Meta, TapRows, TapSite
 
 
 class Directions(ActivationTap):
-    """Base of taps whose requests name a direction and a layer."""
+    """Base of taps with a direction and a layer in each request."""
 
     class Options(plugins.Options):
         """`path`: safetensors, each tensor a direction [hidden_size]."""

@@ -34,11 +34,14 @@ class Steer(Directions):
 
     @classmethod
     def prepare(cls, arguments: Any, context: plugins.PrepareContext) -> Prepared:
-        """Add what the file has."""
-        found = super().prepare(arguments, context)
+        """Add the content of the file."""
+        prepared = super().prepare(arguments, context)
         content = hashlib.sha256(Path(context.options.path).read_bytes()).hexdigest()
         return cls.Prepared(
-            direction=found.direction, layer=found.layer, strength=found.strength, content=content
+            direction=prepared.direction,
+            layer=prepared.layer,
+            strength=prepared.strength,
+            content=content,
         )
 
     def change(self, site: TapSite, values: torch.Tensor, rows: TapRows) -> torch.Tensor:  # noqa: ARG002

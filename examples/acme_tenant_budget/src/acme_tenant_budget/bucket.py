@@ -1,4 +1,4 @@
-"""A token bucket: it fills at a rate, up to a limit, and is emptied by what is taken."""
+"""A token bucket: it fills at a rate, up to a limit, and each use empties it."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Budgets(RequestFilter, AdmissionGate, ResourceCost, RequestLifecycle, Plan
         )
 
     def cost(self, request: Request) -> Mapping[str, int]:
-        """Return the slot of a tenant whose running requests are limited."""
+        """Return the slot of a tenant with a limit of running requests."""
         tenant = self._tenant(request)
         return {_slots(tenant): 1} if tenant in self._options.running else {}
 

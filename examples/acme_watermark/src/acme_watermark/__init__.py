@@ -24,7 +24,7 @@ __all__ = ["Watermark", "detect"]
 
 
 class Watermark:
-    """Draws requests that draw at random by the key; those with one seed are still repeatable."""
+    """Draws the tokens of random requests by the key; requests with one seed stay repeatable."""
 
     contract = 1
 

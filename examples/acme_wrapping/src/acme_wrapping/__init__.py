@@ -8,7 +8,7 @@ from hardpoint.plugins import Executor, ModelRunnerOutput, SchedulerOutput, Wrap
 
 
 class TimedExecutor(Wrapper[Executor], Executor):
-    """Does what another executor does, and logs the tokens and seconds of each step's model."""
+    """Delegates to another executor, and logs the tokens and seconds of each step's model."""
 
     contract = 2
 

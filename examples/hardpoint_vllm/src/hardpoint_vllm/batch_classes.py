@@ -122,12 +122,12 @@ class VLLMV1Class(VLLMClass):
             set() if update is None else {*update.removed, *(added.row for added in update.added)}
         )
         staying = [self._rows[row] for row in self._rows if row not in gone]
-        while any(len(handed.seen) + 1 < len(handed.outputs) for handed in staying):
-            for handed in staying:
-                handed.grow()
+        while any(len(row_state.seen) + 1 < len(row_state.outputs) for row_state in staying):
+            for row_state in staying:
+                row_state.grow()
             self._inner.update_state(None)
-        for handed in staying:
-            handed.grow()
+        for row_state in staying:
+            row_state.grow()
         self._inner.update_state(None if update is None else self._translated(update))
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -170,8 +170,8 @@ class VLLMV1Class(VLLMClass):
         """
         shared: list[Any] = [self._config]
         for row in self._rows:
-            handed = self._rows[row]
-            shared += (handed.params, handed.prompt, handed.seen)
+            row_state = self._rows[row]
+            shared += (row_state.params, row_state.prompt, row_state.seen)
         memo = {id(item): item for item in shared if item is not None}
         try:
             return copy.deepcopy(self._inner, memo)
@@ -190,12 +190,12 @@ class VLLMV1Class(VLLMClass):
     def _translated(self, update: BatchUpdate) -> ExternalBatchUpdate:
         self._batch_size = update.batch_size
         self._rows.apply(BatchUpdate(update.batch_size, update.removed, update.added))
-        handed = {added.row: self._rows[added.row] for added in update.added}
+        added_rows = {added.row: self._rows[added.row] for added in update.added}
         self._rows.apply(BatchUpdate(update.batch_size, moved=update.moved))
         return ExternalBatchUpdate(
             batch_size=update.batch_size,
             removed=update.removed,
-            added=tuple((row, h.params, h.prompt, h.seen) for row, h in handed.items()),
+            added=tuple((row, h.params, h.prompt, h.seen) for row, h in added_rows.items()),
             moved=tuple(
                 (m.source, m.destination, self._directions[m.direction]) for m in update.moved
             ),

@@ -1,4 +1,4 @@
-"""The objects that vLLM hands to logits processors: what is kept of them, and errors for the rest.
+"""The objects that vLLM passes to logits processors: their fields here, and errors for the rest.
 
 A field that is not kept raises when it is read, and not an AttributeError: so
 `getattr(config, "lora_config", None)` is not None by mistake.
@@ -27,32 +27,32 @@ class FieldNotKeptError(LookupError):
 
 
 class KeptFields:
-    """Base of the objects: names in messages what was read, and what there is.
+    """Base of the objects: names the missing field and the existing ones in messages.
 
     Attributes:
         described: what the object is, for messages.
-        kept: what it has, for messages.
+        available: fields that it has, for messages.
     """
 
     described: ClassVar[str]
-    kept: ClassVar[str]
+    available: ClassVar[str]
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an error that names the missing attribute and those that exist.
+        """Raise an error that names the missing attribute and the existing ones.
 
         Raises:
             FieldNotKeptError: it is a public name.
             AttributeError: it is a private name, which Python's own protocols look for.
         """
         error = AttributeError if name.startswith("_") else FieldNotKeptError
-        raise error(f"{self.described} has no {name!r}; it has {self.kept}")
+        raise error(f"{self.described} has no {name!r}; it has {self.available}")
 
 
 class SchedulerFields(KeptFields):
     """`vllm_config.scheduler_config`."""
 
     described = "the scheduler_config given to classes in vLLM's form"
-    kept = "max_num_seqs and max_model_len"
+    available = "max_num_seqs and max_model_len"
 
     def __init__(self, context: LogitsContext) -> None:
         """Copy the sizes of a processor's context."""
@@ -65,10 +65,10 @@ class ModelFields(KeptFields):
     """`vllm_config.model_config`."""
 
     described = "the model_config given to classes in vLLM's form"
-    kept = "get_vocab_size(), max_model_len, model and tokenizer"
+    available = "get_vocab_size(), max_model_len, model and tokenizer"
 
     def __init__(self, context: LogitsContext) -> None:
-        """Copy what a processor's context has of the model."""
+        """Copy the model's values in a processor's context."""
         self._vocab_size = context.vocab_size
         if context.max_model_len:
             self.max_model_len = context.max_model_len
@@ -89,13 +89,13 @@ class VllmConfigFields(KeptFields):
     """
 
     described = "the engine configuration given to classes in vLLM's form"
-    kept = (
+    available = (
         "scheduler_config.max_num_seqs, model_config.get_vocab_size(), .max_model_len, .model and "
         ".tokenizer, and speculative_config"
     )
 
     def __init__(self, context: LogitsContext) -> None:
-        """Copy what a processor's context has."""
+        """Copy the values in a processor's context."""
         self.scheduler_config = SchedulerFields(context)
         self.model_config = ModelFields(context)
         self.speculative_config = None

@@ -1,4 +1,4 @@
-"""vLLM's classes of other kinds than those that are adapted: what to write."""
+"""Replacements of vLLM's classes of kinds that are not adapted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KINDS = {
     "vllm.distributed.kv_events": (
         "event publishers",
         "kv_event_publishers",
-        "write-a-kv-event-publisher",
+        "write-kv-cache-plugins",
     ),
     "vllm.plugins": ("IO processors", "io_processors", "write-an-io-processor"),
     "vllm.v1.core": ("schedulers", "schedulers", "write-a-scheduler"),

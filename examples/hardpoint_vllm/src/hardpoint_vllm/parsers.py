@@ -89,7 +89,7 @@ class AdaptedParser(AdaptedComponent, OutputParser):
         return type(target.__name__, (cls,), {**attributes, "__module__": cls.__module__})
 
     def __init__(self, context: OutputParserContext) -> None:
-        """Build a parser, so that one that cannot be built stops the start."""
+        """Build a parser, so that a parser that cannot be built stops the start."""
         super().__init__(context)
         self.open_target({})
 
@@ -209,7 +209,7 @@ class _State:
         return self._process(text, text)
 
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
-        """Take a special token, of which the parser sees the text always."""
+        """Take a special token; the parser sees its text always."""
         decoded = self.parser.tokenizer.decode([token_id], skip_special_tokens=False)
         return self._process(decoded, text, [token_id])
 

@@ -37,8 +37,8 @@ class VLLMClass(AdaptedProcessor, FollowsBatch, LogitsProcessor):
 
     def params_of(self, params: SamplingParams) -> ExternalParams | None:
         """Return the parameters of a request in the batch; None if it does not use the plugin."""
-        given = params.plugin_args.get(self.name)
-        return None if given is None else ExternalParams(params, given.extra_args)
+        arguments = params.plugin_args.get(self.name)
+        return None if arguments is None else ExternalParams(params, arguments.extra_args)
 
 
 def run_on(
@@ -47,7 +47,7 @@ def run_on(
     call: Callable[[torch.Tensor], Any],
     place: tuple[list[int], int] | None = None,
 ) -> torch.Tensor:
-    """Return logits in which some rows are what a class made of them.
+    """Return logits with some rows replaced by the results of a class.
 
     Args:
         logits: float32 [rows, vocab]; may be edited in place.

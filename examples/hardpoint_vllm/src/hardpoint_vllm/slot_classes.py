@@ -35,7 +35,7 @@ class DeviceField(KeptFields):
     """
 
     described = "this field of req_states"
-    kept = "gpu"
+    available = "gpu"
 
     def __init__(
         self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None
@@ -55,7 +55,7 @@ class HostField(KeptFields):
     """
 
     described = "this field of req_states"
-    kept = "cpu, np and gpu"
+    available = "cpu, np and gpu"
 
     def __init__(
         self, size: int | Iterable[int], device: torch.device, dtype: torch.dtype | None = None
@@ -85,7 +85,7 @@ class RequestStates(KeptFields):
     """
 
     described = "the req_states given to classes in vLLM's form"
-    kept = (
+    available = (
         "device, max_num_reqs, vocab_size, all_token_ids.gpu, prompt_len, prefill_len and "
         "total_len.gpu"
     )
@@ -144,7 +144,7 @@ class StepLayout(KeptFields):
     """
 
     described = "the LogitsContext given to classes in vLLM's form"
-    kept = (
+    available = (
         "expanded_idx_mapping, idx_mapping, idx_mapping_np, expanded_local_pos, input_ids, pos and "
         "seq_lens_upper_bound_np"
     )

@@ -169,7 +169,7 @@ class StagedWriteTensor(DeviceField):
         self._staged.append((index, 0, [x]))
 
     def apply_write(self) -> None:
-        """Write what is staged."""
+        """Write the staged values."""
         from hardpoint.plugins.device import to_device  # noqa: PLC0415 - it imports torch
 
         for index, start, values in self._staged:
@@ -178,7 +178,7 @@ class StagedWriteTensor(DeviceField):
         self.clear_staged_writes()
 
     def clear_staged_writes(self) -> None:
-        """Drop what is staged."""
+        """Drop the staged values."""
         self._staged.clear()
 
 
@@ -200,7 +200,7 @@ class UvaBackedTensor(HostField):
         self.dtype = dtype
 
     def copy_to_uva(self, n: int | None = None) -> torch.Tensor:
-        """Copy the values to the device, and return those of the first `n` rows."""
+        """Copy the values to the device, and return the first `n` rows."""
         self.flush()
         return self.gpu if n is None else self.gpu[:n]
 
@@ -306,7 +306,7 @@ class _Module(ModuleType):
         vars(self).update(names)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an error that names what is missing.
+        """Raise an error that names the missing module.
 
         Raises:
             ImportError: it is a public name.
@@ -316,10 +316,10 @@ class _Module(ModuleType):
         raise error(_lacking(f"{name!r} of {self.__name__}", f"{self.__name__}.{name}"))
 
 
-def _lacking(what: str, module: str) -> str:
+def _lacking(name: str, module: str) -> str:
     return (
-        f"there is no {what}: vLLM is not installed, and only what logits processors and "
-        f"output parsers need stands in for it; {why_not_in(module) or 'install vLLM, too'}"
+        f"there is no {name}: vLLM is not installed, and it has stand-ins only for the needs of "
+        f"logits processors and output parsers; {why_not_in(module) or 'install vLLM, too'}"
     )
 
 

@@ -38,7 +38,7 @@ class TokenizerLike:
         from transformers import BatchEncoding  # noqa: PLC0415
 
         texts = [text] if isinstance(text, str) else list(text)
-        ids = [self.encode(one, add_special_tokens=add_special_tokens) for one in texts]
+        ids = [self.encode(item, add_special_tokens=add_special_tokens) for item in texts]
         masks = [[1] * len(row) for row in ids]
         if isinstance(text, str):
             return BatchEncoding({"input_ids": ids[0], "attention_mask": masks[0]})
@@ -64,8 +64,10 @@ class TokenizerLike:
 
     def tokenize(self, text: str) -> list[str]:
         """Return the texts of the tokens of a text."""
-        found: list[str] = self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
-        return found
+        token_texts: list[str] = self.convert_ids_to_tokens(
+            self.encode(text, add_special_tokens=False)
+        )
+        return token_texts
 
     def convert_ids_to_tokens(self, ids: Any) -> Any:
         """Return the texts of tokens."""
@@ -96,7 +98,7 @@ class TokenizerLike:
         if conversation and not isinstance(conversation[0], Mapping):
             return [
                 self.apply_chat_template(
-                    one,
+                    messages,
                     tools,
                     tokenize=tokenize,
                     add_generation_prompt=add_generation_prompt,
@@ -105,7 +107,7 @@ class TokenizerLike:
                     return_dict=return_dict,
                     **variables,
                 )
-                for one in conversation
+                for messages in conversation
             ]
         for unused in ("return_tensors", "padding", "truncation", "max_length"):
             variables.pop(unused, None)

@@ -186,7 +186,7 @@ class XGrammar(GrammarBackend):
                 return Job("ebnf", structured.grammar or ""), set()
             case "choice":
                 choices = [
-                    {"type": "const_string", "value": one} for one in structured.choice or ()
+                    {"type": "const_string", "value": choice} for choice in structured.choice or ()
                 ]
                 return _tag_job({"type": "or", "elements": choices}), set()
             case "structural_tag":
@@ -257,8 +257,8 @@ def _check_schema(schema: Any) -> None:
     Raises:
         ValueError: naming the keywords.
     """
-    if found := unenforced_keywords(schema):
-        raise ValueError(f"xgrammar does not enforce {', '.join(found)}")
+    if keywords := unenforced_keywords(schema):
+        raise ValueError(f"xgrammar does not enforce {', '.join(keywords)}")
 
 
 def check_grammar(grammar: str) -> None:
@@ -271,7 +271,7 @@ def check_grammar(grammar: str) -> None:
     if "::=" not in bare:
         raise ValueError(
             "the backend xgrammar has grammars in GBNF (root ::= ...), not in the syntax "
-            "of Lark; the backend llguidance has those"
+            "of Lark; the backend llguidance has them"
         )
-    if found := _MACRO.search(bare):
-        raise ValueError(f"the backend xgrammar has no macros, got {found[1]}")
+    if macro := _MACRO.search(bare):
+        raise ValueError(f"the backend xgrammar has no macros, got {macro[1]}")

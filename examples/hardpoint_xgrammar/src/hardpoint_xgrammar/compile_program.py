@@ -62,7 +62,7 @@ class Start(msgspec.Struct):
 
 
 class CompilerAnswer(msgspec.Struct):
-    """A compiled grammar, or what is wrong.
+    """A compiled grammar, or its error.
 
     Attributes:
         grammar: serialised.
@@ -195,7 +195,7 @@ def write_frame(stream: IO[bytes], content: bytes) -> None:
 
 
 def _redirect_stderr() -> Callable[[], str]:
-    """Keep what is written to the standard error; return what reads and empties it."""
+    """Keep the text written to standard error; return a function that reads and empties it."""
     create = getattr(os, "memfd_create", None)
     file = create("warnings") if create else os.dup(tempfile.TemporaryFile().fileno())  # noqa: SIM115
     os.dup2(file, 2)
@@ -212,7 +212,7 @@ def _redirect_stderr() -> Callable[[], str]:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Limit the memory to what the process has now and `max_bytes` more."""
+    """Limit the memory to the present use of the process and `max_bytes` more."""
     try:
         import resource  # noqa: PLC0415
     except ImportError:  # another system than Unix

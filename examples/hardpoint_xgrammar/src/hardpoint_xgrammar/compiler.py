@@ -184,7 +184,7 @@ class GrammarCompiler:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def compile(self, job: Job) -> CompilerAnswer:
-        """Return a compiled grammar, or what is wrong with it.
+        """Return a compiled grammar, or its error.
 
         Raises:
             ValueError: it needs too much time or memory.

@@ -92,7 +92,7 @@ def unenforced_keywords(schema: Any) -> list[str]:
     xgrammar reads the parts of a schema that its `$ref`s reach from the root, and ignores much of
     them without a word; of the rest it warns.
     """
-    return sorted({found for part in _reachable(schema) for found in _unenforced(part)})
+    return sorted({keyword for part in _reachable(schema) for keyword in _unenforced(part)})
 
 
 def spelled_out(schema: Any) -> Any:
@@ -130,7 +130,7 @@ def _with_constants(written: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constant(value: Any) -> dict[str, Any]:
-    """Return a schema for one value, the parts of which may be apart from each other."""
+    """Return a schema for one value; its parts may be apart from each other."""
     if isinstance(value, Mapping):
         properties = {name: _constant(part) for name, part in value.items()}
         closed = {"properties": properties, "required": list(value)}
@@ -142,7 +142,7 @@ def _constant(value: Any) -> dict[str, Any]:
 
 
 def _unenforced(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what one schema has, without its parts."""
+    """Yield the unenforced keywords of one schema, without its parts."""
     yield from _NEVER & schema.keys()
     alone = next((name for name in _ALONE if name in schema), None)
     if alone is None:
@@ -162,7 +162,7 @@ def _unenforced(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unenforced_of_type(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a schema has that describes its values itself."""
+    """Yield the unenforced keywords that describe a schema's values itself."""
     types = _types(schema)
     if not types:
         yield from (f"{name} without type" for name in _TYPED & schema.keys())
@@ -173,7 +173,7 @@ def _unenforced_of_type(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unenforced_names(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the names of an object's properties."""
+    """Yield the problems with the names of an object's properties."""
     names = schema.get("properties")
     names = names if isinstance(names, Mapping) else {}
     required = schema.get("required")
@@ -182,16 +182,16 @@ def _unenforced_names(schema: Mapping[str, Any]) -> Iterator[str]:
     # Another property may be called so: its name is compared as it is written.
     is_open = schema.get("additionalProperties") is not False
     if is_open and any(json.dumps(name, ensure_ascii=False)[1:-1] != name for name in names):
-        yield "properties whose names have escapes, without additionalProperties: false"
+        yield "properties with escapes in names, without additionalProperties: false"
     if is_open and schema.get("minProperties"):  # it counts a name that comes twice as two
         yield "minProperties without additionalProperties: false"
 
 
 def _types(schema: Mapping[str, Any]) -> list[str]:
     """Return the types that a schema has, or that xgrammar infers."""
-    given = schema.get("type")
-    if given is not None:
-        return [str(name) for name in (given if isinstance(given, list) else [given])]
+    declared = schema.get("type")
+    if declared is not None:
+        return [str(name) for name in (declared if isinstance(declared, list) else [declared])]
     if schema.keys() & {"properties", "additionalProperties", "unevaluatedProperties"}:
         return ["object"]
     if schema.keys() & {"items", "prefixItems", "unevaluatedItems"}:

@@ -84,7 +84,7 @@ class TagConverter:
         plain: Plain = msgspec.to_builtins(format)
         match format:
             case SequenceFormat() | OrFormat():
-                plain["elements"] = [self.convert(one) for one in format.elements]
+                plain["elements"] = [self.convert(element) for element in format.elements]
             case OptionalFormat() | StarFormat() | PlusFormat():
                 plain["content"] = self.convert(format.content)
             case _:
@@ -92,7 +92,7 @@ class TagConverter:
         return plain
 
     def _check(self, format: Format, plain: Plain) -> None:
-        """Check what xgrammar has nearly as it is."""
+        """Check parts that xgrammar has nearly as they are."""
         if isinstance(format, JsonSchemaFormat):
             self._check_schema(format.json_schema)
             plain["json_schema"] = spelled_out(format.json_schema)
@@ -151,11 +151,11 @@ class TagConverter:
         if len(separator) == 1 and isinstance(separator[0], str):
             plain: Plain = msgspec.to_builtins(format)
             return {**plain, "type": "tags_with_separator", "tags": tags}
-        one: Plain = {"type": "or", "elements": tags}
-        some = one
+        any_tag: Plain = {"type": "or", "elements": tags}
+        some = any_tag
         if not format.stop_after_first:
-            further = _sequence([*self._texts(separator), one])
-            some = _sequence([one, {"type": "star", "content": further}])
+            further = _sequence([*self._texts(separator), any_tag])
+            some = _sequence([any_tag, {"type": "star", "content": further}])
         return some if format.at_least_one else {"type": "optional", "content": some}
 
     def _parts(self, text: str | TokenFormat) -> Parts:

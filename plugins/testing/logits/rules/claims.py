@@ -1,4 +1,4 @@
-"""Checks of what a processor declares: its types, what it reads, what it costs."""
+"""Checks of a processor's declarations: types, inputs and cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_contract(subject: Subject) -> None:
     try:
         check_plugin_class(subject.cls, "logits_processors", subject.name)
     except PluginContractError as error:
-        raise Violation(str(error), "add what the message names") from None
+        raise Violation(str(error), "add the members in the message") from None
     _check_round_trip("the options", subject.checked_options(), subject.cls.Options)
     subject.build().processor.close()
 
@@ -96,8 +96,8 @@ def check_no_sync(subject: Subject, cases: list[RequestCase]) -> None:
     except HostSyncError as error:
         raise Violation(
             f"it declares {subject.cls.reads}, so the host must never wait, but {error}",
-            "use operations whose result has a known shape (masked_fill, where, gather, topk), "
-            "create constants on logits.device, and compute what depends on arguments alone from "
+            "use operations with a result of known shape (masked_fill, where, gather, topk), "
+            "create constants on logits.device, and compute values of the arguments alone from "
             "rows.arguments(); or declare reads = Reads.HOST_IDS",
         ) from None
 
@@ -134,7 +134,7 @@ def check_memory(subject: Subject, cases: list[RequestCase], waves: int) -> None
         raise Violation(
             f"{len(held)} of {len(finished)} finished requests are still referenced, by "
             f"{_holders(held[0], subject)}",
-            "keep what belongs to a request in its state, never the request itself; in the batch "
+            "keep the data of a request in its state, never the request itself; in the batch "
             "form, drop a row's entry when the row is removed or reused",
         )
     num_finished = waves * MAX_ROWS
@@ -154,7 +154,7 @@ def check_speed(subject: Subject, cases: list[RequestCase], budget: float) -> No
         raise Violation(
             f"a row of {subject.vocab_size} logits cost {cost:.0f} microseconds, the budget is "
             f"{budget:.0f}",
-            "work on whole tensors instead of token by token, cache what depends on the rows "
+            "work on whole tensors instead of token by token, cache values of the rows "
             "alone by rows.version; or set budget_us_per_row to the cost that you accept",
         )
 

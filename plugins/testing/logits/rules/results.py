@@ -44,7 +44,7 @@ class Effects:
         )
 
     def add(self, cases: list[RequestCase], tokens: list[int], seed: int) -> None:
-        """Run cases, each advanced over some tokens, and note what happens.
+        """Run cases, each advanced over some tokens, and record the effects.
 
         Raises:
             EndOfSearchError: all was seen.
@@ -86,7 +86,7 @@ class Effects:
         if not self.changed:
             raise Violation(
                 f"{name} changed no logit, in none of the cases",
-                f"{_NO_EFFECT}let apply or edits change what the arguments say",
+                f"{_NO_EFFECT}let apply or edits follow the arguments",
             )
         if not self.used_state:
             raise Violation(
@@ -114,9 +114,9 @@ def _check_not_called(
 ) -> None:
     batch = BatchFixture(subject, bystanders)
     num_steps = batch.pipeline.num_steps
-    given = logits.clone()
-    returned = batch.pipeline.apply(given, batch.requests)
-    if returned is not given or batch.pipeline.num_steps != num_steps:
+    row_logits = logits.clone()
+    returned = batch.pipeline.apply(row_logits, batch.requests)
+    if returned is not row_logits or batch.pipeline.num_steps != num_steps:
         raise Violation(
             "it ran in a step in which no request uses it",
             "let the framework decide which requests use a processor: do not override name or "

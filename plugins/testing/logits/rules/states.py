@@ -1,4 +1,4 @@
-"""Checks of request state: what may change it, and that it depends on the history only."""
+"""Checks of request state: it depends on the history only."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def check_fork(subject: Subject, case: RequestCase, drafts: list[int], seed: int
 def check_drafts(
     subject: Subject, cases: list[RequestCase], drafts: list[list[int]], seed: int
 ) -> None:
-    """Check that a draft's row equals that of a request that generated the draft."""
+    """Check that a draft's row equals the row of a request that generated the draft."""
     batch = BatchFixture(subject, cases)
-    drafts = [[case.token(n) for n in own] for case, own in zip(cases, drafts, strict=False)]
+    drafts = [[case.token(n) for n in tokens] for case, tokens in zip(cases, drafts, strict=False)]
     drafts += [[]] * (len(cases) - len(drafts))
     rows = _draft_rows(batch, drafts)
     logits = make_logits(seed, len(rows), subject.vocab_size)
@@ -127,7 +127,7 @@ def check_drafts(
 def check_observed_drafts(
     subject: Subject, case: RequestCase, drafts: list[int], seed: int
 ) -> None:
-    """Check that states after drafts equal those after the same tokens, and change no others."""
+    """Check that states after drafts equal the states after the same tokens."""
     batch, alone = BatchFixture(subject, [case]), BatchFixture(subject, [case])
     drafts = [case.token(draft) for draft in drafts]
     (source,) = batch.requests
@@ -249,9 +249,9 @@ def check_swaps(
     """Check that requests that exchange rows keep their state."""
     batch = BatchFixture(subject, cases)
     for first, second in swaps:
-        one, two = first % len(cases), second % len(cases)
-        if one != two:
-            batch.swap(one, two)
+        first_row, two = first % len(cases), second % len(cases)
+        if first_row != two:
+            batch.swap(first_row, two)
         batch.advance([case.token(min(first - second + row, 3)) for row, case in enumerate(cases)])
     logits = make_logits(seed, len(cases), subject.vocab_size)
     result = batch.process(logits)

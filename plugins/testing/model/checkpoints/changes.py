@@ -1,4 +1,4 @@
-"""Changed checkpoints: a loader notices each, or loads what the files have now."""
+"""Modified checkpoints: a loader detects each change, or loads the present contents."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ __all__ = [
 Tensors = Mapping[str, torch.Tensor]
 
 CHANGED = Rule(
-    "changed bits: a flipped bit is noticed, or what is loaded has it",
+    "changed bits: a flipped bit is detected, or appears in the loaded weights",
     "read the files in each call, and keep nothing of an earlier instance; a cache needs the "
     "content, or the times of change, of the files in its key",
 )
 SECOND = Rule(
     "second checkpoint: a process that has loaded one checkpoint loads another one as it is",
-    "keep what belongs to a checkpoint in the instance, and not in its class or module",
+    "keep the data of a checkpoint in the instance, not in its class or module",
 )
 TAGS = Rule(
     "tags: a file that begins with another tag is a ModelError, or loads as other weights",
-    "compare the tag (magic number, version) at the beginning of a file with what the format has",
+    "compare the tag (magic number, version) at the beginning of a file with the format's tag",
 )
 
 _CHANGED_BYTES = 8
@@ -84,7 +84,7 @@ def check_changed_bits(path: Path, reader: Reader) -> None:
     """Flip bits of the weights, and digits of the configuration; load each time, and once more.
 
     Raises:
-        Violation: no flip of a file is noticed, or a later load has what was there before.
+        Violation: no flip of a file is detected, or a later load has the earlier contents.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(path, Path(folder))
@@ -100,8 +100,8 @@ def check_changed_bits(path: Path, reader: Reader) -> None:
             if not noticed:
                 raise CHANGED.violation(
                     f"a bit of {file.name} was flipped at each of {count} places, and config() and "
-                    f"weights() gave what they gave before; expected a ModelError, or something "
-                    f"else, for one of them"
+                    f"weights() returned the same as before; expected a ModelError, or other "
+                    f"values, for one of them"
                 )
             if reader.notices(copy, before):
                 raise CHANGED.violation(
@@ -117,19 +117,19 @@ def check_second(path: Path, reader: Reader) -> None:
         Violation: one of them has something of the other.
     """
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        one, two = copied(path, Path(first)), copied(path, Path(second))
-        before = reader.load(one)
+        first_copy, two = copied(path, Path(first)), copied(path, Path(second))
+        before = reader.load(first_copy)
         if not _make_other(two, reader, before):
             raise SECOND.violation(
                 f"a checkpoint with other numbers, at another path, gave the weights of "
                 f"{path.name}, which was loaded before; expected its own"
             )
         other = reader.load(two)
-        loaders = {"first": reader.make(one), "second": reader.make(two)}
+        loaders = {"first": reader.make(first_copy), "second": reader.make(two)}
         for name in ("second", "first", "second"):
-            found = (loaders[name].config(), reader.read(loaders[name]))
+            actual = (loaders[name].config(), reader.read(loaders[name]))
             config, weights = before if name == "first" else other
-            if found[0] != config or differ(weights, found[1]):
+            if actual[0] != config or differ(weights, actual[1]):
                 raise SECOND.violation(
                     f"with two loaders in a process, the one of the {name} checkpoint gave other "
                     f"weights than when it was alone; expected the same"
@@ -155,7 +155,7 @@ def check_tags(path: Path, reader: Reader) -> None:
         if not reader.notices(copy, before):
             raise TAGS.violation(
                 f"{file.name} begins with {other!r} instead of {tag!r}, and config() and weights() "
-                f"gave what they gave before; expected a ModelError"
+                f"returned the same as before; expected a ModelError"
             )
 
 
@@ -196,7 +196,7 @@ def _make_other(path: Path, reader: Reader, before: tuple[ModelConfig, Tensors])
     """Change a byte of a checkpoint so that it can be loaded, and has other weights.
 
     Returns:
-        Whether there is such a byte among those that are tried.
+        Whether there is such a byte among the tried ones.
     """
     file = _largest(path)
     content = file.read_bytes()
@@ -222,7 +222,7 @@ def _weights_and_config(path: Path) -> list[Path]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file, which may be mapped, by one that is newer."""
+    """Replace a file, which may be mapped, by a newer one."""
     newest = path.stat().st_mtime_ns + 10**9
     other = path.with_name(f"{path.name}.new")
     other.write_bytes(content)

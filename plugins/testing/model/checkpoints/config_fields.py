@@ -1,4 +1,4 @@
-"""Fields of a ModelConfig, and what is right for them."""
+"""Fields of a ModelConfig and their valid values."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ FIELDS: tuple[tuple[str, str, Callable[[ModelConfig, Any], bool]], ...] = (
     ("dtype", f"None or one of {', '.join(_DTYPES)}", lambda _, v: v is None or v in _DTYPES),
     ("default_sampling", "fields of SamplingParams", _is_sampling),
 )
-"""Fields of a ModelConfig: name, what is right, and the check."""
+"""Fields of a ModelConfig: name, valid values, and the check."""

@@ -15,8 +15,8 @@ from hardpoint.testing.suite import Rule, Violation, short_repr
 from .changes import Tensors, changed_bytes, copied, differ, files_of
 
 CONTENT_HASH = Rule(
-    "content hash: a text that says what the weights are, the same wherever their files lie",
-    "return what hash_file returns for each of the weights' files, in an order that does not "
+    "content hash: a text that identifies the weights, wherever their files are",
+    "return the results of hash_file for each of the weights' files, in an order that does not "
     "depend on their folder; or None",
 )
 
@@ -24,7 +24,7 @@ CONTENT_HASH = Rule(
 def check_content_hash(
     path: Path, make: Callable[[Path], WeightLoader], read: Callable[[WeightLoader], Tensors]
 ) -> None:
-    """Compare the hash with that of a copy, and of changed copies.
+    """Compare the content hash with the hashes of a copy and of modified copies.
 
     Args:
         path: path of a checkpoint.
@@ -48,13 +48,13 @@ def check_content_hash(
         for file in files:
             os.utime(file, ns=(1, 1))
         read(loader)
-        for what, again in (
+        for label, again in (
             ("after loading", loader),
             ("of a new instance", make(path)),
             ("of a copy in another folder", make(copy)),
         ):
-            if (found := _content_hash(again)) != first:
-                raise CONTENT_HASH.violation(f"it was {first!r}, {what} {found!r}")
+            if (other_hash := _content_hash(again)) != first:
+                raise CONTENT_HASH.violation(f"it was {first!r}, {label} {other_hash!r}")
         before = read(make(copy))
         for file in files:
             _check_changed(file, first, before, lambda: make(copy), read)
@@ -74,10 +74,10 @@ def _check_changed(
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         try:
             loader = make()
-            found = read(loader)
+            other_weights = read(loader)
         except (Violation, ModelError):
             continue
-        if differ(before, found) and _content_hash(loader) == first:
+        if differ(before, other_weights) and _content_hash(loader) == first:
             raise CONTENT_HASH.violation(
                 f"a byte of {file.name} was changed, and weights with it; it is still {first!r}"
             )

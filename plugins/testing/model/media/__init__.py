@@ -1,1 +1,1 @@
-"""The rules for models whose prompts have images, and their checks."""
+"""The rules and checks for models with images in their prompts."""

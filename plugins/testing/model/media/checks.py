@@ -1,4 +1,4 @@
-"""The checks of models whose prompts have images: of their format, and of embeddings."""
+"""Checks of models with images in their prompts: formats and embeddings."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def encoded(model: Model, media: MediaFormat) -> list[torch.Tensor]:
 def _processed(media: MediaFormat, images: Sequence[Image]) -> list[ProcessedImage]:
     with contextlib.closing(ImageReader(ImagesConfig(), media=media)) as reader:
         named = [(f"an image of {image.width} x {image.height}", image) for image in images]
-        found: list[ProcessedImage] = [call(PROCESS, reader.read, [one])[0] for one in named]
-    return found
+        processed: list[ProcessedImage] = [call(PROCESS, reader.read, [item])[0] for item in named]
+    return processed
 
 
 def _array(media: MediaFormat, image: ProcessedImage) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -84,17 +84,17 @@ class MediaChecks:
         )
         if first is None and second is None:
             return None
-        for found in (first, second):
-            if not isinstance(found, MediaFormat):
+        for media in (first, second):
+            if not isinstance(media, MediaFormat):
                 raise FORMAT.violation(
-                    f"media_format() returned {short_repr(found)}, expected a MediaFormat or None"
+                    f"media_format() returned {short_repr(media)}, expected a MediaFormat or None"
                 )
-            self._check_format(found)
+            self._check_format(media)
         for name in _ATTRIBUTES:
-            one, other = getattr(first, name), getattr(second, name)
-            if one != other:
+            value, other = getattr(first, name), getattr(second, name)
+            if value != other:
                 raise FORMAT.violation(
-                    f"{name} is {short_repr(one)}, and of a second format {short_repr(other)}"
+                    f"{name} is {short_repr(value)}, and of a second format {short_repr(other)}"
                 )
         if first.sees_itself and not self.model.sees_ahead:
             raise FORMAT.violation(
@@ -120,7 +120,7 @@ class MediaChecks:
             )
 
     def check_process(self, media: MediaFormat) -> None:
-        """Check what the encoder gets of images, and their identifiers.
+        """Check the encoder inputs of images, and their identifiers.
 
         Raises:
             Violation: it is wrong.
@@ -128,22 +128,22 @@ class MediaChecks:
         images = _examples_of(media)
         seen: dict[str, ProcessedImage] = {}
         again = _processed(media, images)  # by another process
-        for one, other in zip(_processed(media, images), again, strict=True):
-            if one.data != other.data:
+        for item, other in zip(_processed(media, images), again, strict=True):
+            if item.data != other.data:
                 raise PROCESS.violation(
-                    f"an image of {one.width} x {one.height}: the program made other numbers of it "
-                    f"when it was asked again"
+                    f"an image of {item.width} x {item.height}: the program made other numbers of "
+                    f"it when it was asked again"
                 )
-            self._check_tokens(media, one)
-            names = [call(IDENTIFIERS, media.identifier, x.content_hash) for x in (one, other)]
+            self._check_tokens(media, item)
+            names = [call(IDENTIFIERS, media.identifier, x.content_hash) for x in (item, other)]
             if names[0] != names[1] or not (isinstance(names[0], str) and names[0]):
                 raise IDENTIFIERS.violation(
                     f"identifier() returned {short_repr(names[0])}, and of an equal image "
                     f"{short_repr(names[1])}"
                 )
-            if (known := seen.setdefault(names[0], one)) is not one:
+            if (known := seen.setdefault(names[0], item)) is not item:
                 raise IDENTIFIERS.violation(
-                    f"images of {known.width} x {known.height} and {one.width} x {one.height} "
+                    f"images of {known.width} x {known.height} and {item.width} x {item.height} "
                     f"have the identifier {short_repr(names[0])}"
                 )
 
@@ -179,14 +179,14 @@ class MediaChecks:
         counts = [len(media.token_ids(_array(media, image))) for image in images]
         copies = [item.clone() for item in items]
         together = self._embeddings(model, media, modality, items, counts)
-        for index, (item, before, found) in enumerate(zip(items, copies, together, strict=True)):
+        for index, (item, before, batched) in enumerate(zip(items, copies, together, strict=True)):
             if not torch.equal(item, before):
                 raise ENCODE.violation("encode_media() changed the numbers that it was given")
             (alone,) = self._embeddings(model, media, modality, [item], counts[index:])
-            if (difference := relative_difference(alone, found)) > self.tolerance:
+            if (difference := relative_difference(alone, batched)) > self.tolerance:
                 raise ENCODE.violation(
-                    f"the embeddings of item {index} alone differ from those among others by "
-                    f"{difference:.3g} of the largest one"
+                    f"the embeddings of item {index} alone differ from its embeddings among others "
+                    f"by {difference:.3g} of the largest one"
                 )
         if torch.equal(together[-1], together[-2]):
             raise ENCODE.violation("the embeddings of two different images are equal")
@@ -199,22 +199,23 @@ class MediaChecks:
         items: Sequence[torch.Tensor],
         counts: Sequence[int],
     ) -> list[torch.Tensor]:
-        found = call(ENCODE, model.encode_media, modality, items)
+        embeddings = call(ENCODE, model.encode_media, modality, items)
         width = model.hidden_size * (1 + media.extra_layers)
-        if not isinstance(found, Sequence) or len(found) != len(items):
+        if not isinstance(embeddings, Sequence) or len(embeddings) != len(items):
             raise ENCODE.violation(
-                f"encode_media() of {len(items)} items returned {summary(found)}, expected "
+                f"encode_media() of {len(items)} items returned {summary(embeddings)}, expected "
                 f"{len(items)} tensors"
             )
-        for one, count in zip(found, counts, strict=False):
+        for embedding, count in zip(embeddings, counts, strict=False):
             shape = (count, width)
-            if not isinstance(one, torch.Tensor) or tuple(one.shape) != shape:
+            if not isinstance(embedding, torch.Tensor) or tuple(embedding.shape) != shape:
                 raise ENCODE.violation(
-                    f"encode_media() returned {summary(one)} for an item, expected {list(shape)}"
+                    f"encode_media() returned {summary(embedding)} for an item, "
+                    f"expected {list(shape)}"
                 )
-            if not one.is_floating_point() or not one.isfinite().all():
+            if not embedding.is_floating_point() or not embedding.isfinite().all():
                 raise ENCODE.violation("encode_media() returned numbers that are not finite")
-        return [one.clone() for one in found]
+        return [embedding.clone() for embedding in embeddings]
 
     def check_embedded(
         self,
@@ -233,7 +234,7 @@ class MediaChecks:
             Violation: they may not.
         """
         hooks, taken = model.context.hooks, list[torch.Tensor]()
-        one, other = tokens
+        first, other = tokens
 
         def note(x: torch.Tensor) -> torch.Tensor:
             taken.append(x.clone())
@@ -244,22 +245,22 @@ class MediaChecks:
 
         try:
             hooks.embedded = note
-            expected = hidden(one)
+            expected = hidden(first)
             hooks.embedded = replace
-            found = hidden(other) if taken else None
+            actual = hidden(other) if taken else None
         finally:
             hooks.embedded = None
-        if found is None or len(taken) != 1:
+        if actual is None or len(taken) != 1:
             raise EMBEDDED.violation(f"forward called hooks.embedded {len(taken)} times in a step")
-        shape = (len(one), model.hidden_size)
+        shape = (len(first), model.hidden_size)
         if tuple(taken[0].shape) != shape:
             raise EMBEDDED.violation(
                 f"forward called hooks.embedded with {summary(taken[0])}, expected {list(shape)}"
             )
-        if (difference := relative_difference(found, expected)) > self.tolerance:
+        if (difference := relative_difference(actual, expected)) > self.tolerance:
             raise EMBEDDED.violation(
-                f"with the embeddings of other tokens, hidden states differ from those of these "
-                f"tokens by {difference:.3g} of the largest one"
+                f"with the embeddings of other tokens, hidden states differ from the hidden "
+                f"states of these tokens by {difference:.3g} of the largest one"
             )
 
 
@@ -292,7 +293,7 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "around": (lambda value: isinstance(value, str) and not value.strip("\n"), "newlines or ''"),
     "num_tokens": (_is_count, "a number of tokens"),
     "sees_itself": (lambda value: type(value) is bool, "a bool"),
-    "item_shape": (_is_shape, "a tuple of sizes, -1 for those that differ"),
+    "item_shape": (_is_shape, "a tuple of sizes, -1 for variable ones"),
     "item_bytes": (_is_count, "a number of bytes"),
     "position_axes": (_is_count, "a number of axes"),
     "extra_layers": (lambda value: type(value) is int and value >= 0, "a number of layers"),

@@ -1,11 +1,11 @@
-"""The rules for models whose prompts have images."""
+"""The rules for models with images in their prompts."""
 
 from __future__ import annotations
 
 from hardpoint.testing.suite import Rule
 
 FORMAT = Rule(
-    "media format: media_format has tokens of the vocabulary, and says what the encoder gets",
+    "media format: media_format has tokens of the vocabulary, and describes the encoder's inputs",
     "return a MediaFormat with all of its attributes, made of the configuration and the files "
     "alone: the frontend, the engine and each worker make their own",
 )
@@ -23,8 +23,8 @@ ENCODE = Rule(
     "compute each item from its own numbers, and keep nothing of it",
 )
 EMBEDDED = Rule(
-    "embedded: what hooks.embedded returns enters the first layer instead of the embedded tokens",
-    "call context.hooks.embedded with the embedded tokens, where it is set, and go on with what it "
-    "returns; Embedding.changed of hardpoint.toolkit.layers does",
+    "embedded: the result of hooks.embedded enters the first layer instead of the embedded tokens",
+    "call context.hooks.embedded with the embedded tokens, where it is set, and continue with its "
+    "result; Embedding.changed of hardpoint.toolkit.layers does",
 )
 MEDIA = "; ".join(rule.text for rule in (FORMAT, PROCESS, IDENTIFIERS, ENCODE, EMBEDDED))

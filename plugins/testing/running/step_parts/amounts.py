@@ -1,7 +1,7 @@
 """The amounts that a step part counts, across plans that are lost and requests that are preempted.
 
 The same requests run undisturbed, with lost plans, and with preemptions. Figures, statistics,
-answers to calls, and the number of requests that pass the gate show what the part has counted.
+answers to calls, and the number of requests that pass the gate show the amounts of the part.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["AMOUNTS", "check_amounts"]
 AMOUNTS = Rule(
     "amounts: lost plans change no amount that is counted, and preemptions return none",
     "count in result(), which each plan gets once, and not in begin() or mask(); let preempted() "
-    "keep what was counted: the request goes on, its gate is not called again, and its tokens are "
-    "not generated again",
+    "keep the counted amounts: the request goes on, its gate is not called again, and its tokens "
+    "are not generated again",
 )
 
 Opened = Callable[..., AbstractContextManager[StepPartSession]]
@@ -61,22 +61,22 @@ class _Counted:
     admitted: Leaves
 
     def comparable(self) -> dict[str, Any]:
-        found: dict[str, Any] = {**self.totals[1], **self.admitted}
+        values: dict[str, Any] = {**self.totals[1], **self.admitted}
         for name, steps in self.figures.items():
             for number, leaves in enumerate(steps, 1):
-                found |= {f"{path} of {name!r} in step {number}": x for path, x in leaves.items()}
+                values |= {f"{path} of {name!r} in step {number}": x for path, x in leaves.items()}
         for name, trace in self.traces.items():
             for (key, position), row in trace.arrays.items():
-                found[f"array {key!r} of {name!r} at {position}"] = row
-        return found
+                values[f"array {key!r} of {name!r} at {position}"] = row
+        return values
 
 
 def check_amounts(
     opened: Opened, scripts: Sequence[RequestScript], calls: Calls, *, seen: Callable[[], None]
 ) -> None:
-    """Compare the amounts of undisturbed requests with those of disturbed ones.
+    """Compare the amounts of undisturbed requests with the amounts of disturbed ones.
 
-    What differs between two undisturbed runs, such as times, is not compared.
+    Differences between two undisturbed runs, such as times, are not compared.
 
     Args:
         opened: opens a session of new halves; takes the clock of the engine's half.
@@ -111,16 +111,18 @@ def _check_lost(
     lost: _Counted,
 ) -> None:
     before, after = plain.comparable(), lost.comparable()
-    wrong = {what for what in before.keys() | after.keys() if before.get(what) != after.get(what)}
+    wrong = {
+        amount for amount in before.keys() | after.keys() if before.get(amount) != after.get(amount)
+    }
     if wrong:  # what changes from run to run is not counted
         again = _count(opened, scripts, calls).comparable()
         repeated = _count(opened, scripts, calls, lost=_LOST).comparable()
-        for what in sorted(wrong):
-            own, other = before.get(what), after.get(what)
-            if (own, other) == (again.get(what), repeated.get(what)):
+        for amount in sorted(wrong):
+            plain_amount, other = before.get(amount), after.get(amount)
+            if (plain_amount, other) == (again.get(amount), repeated.get(amount)):
                 raise AMOUNTS.violation(
-                    f"{what} is {_described(other)} where every other plan is lost, expected "
-                    f"{_described(own)}, as without lost plans"
+                    f"{amount} is {_described(other)} where every other plan is lost, expected "
+                    f"{_described(plain_amount)}, as without lost plans"
                 )
 
 
@@ -135,36 +137,37 @@ def _check_preempted(
     if wrong:
         again = _count(opened, scripts, calls)
         repeated = dict(_returned(again, _count(opened, scripts, calls, preempts=True)))
-        for what, (own, other) in wrong.items():
-            if repeated.get(what) == (own, other):
+        for amount, (plain_amount, other) in wrong.items():
+            if repeated.get(amount) == (plain_amount, other):
                 raise AMOUNTS.violation(
-                    f"{what} is {_described(other)} where requests are preempted, expected "
-                    f"{_described(own)}, as without preemptions: what was counted has been returned"
+                    f"{amount} is {_described(other)} where requests are preempted, expected "
+                    f"{_described(plain_amount)}, as without preemptions: the amount "
+                    f"was returned after it had been counted"
                 )
 
 
 def _returned(plain: _Counted, preempted: _Counted) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield amounts that have not gone as far as without preemptions: those, and what they are.
+    """Yield amounts that are smaller than without preemptions, with both values.
 
     Tokens may be computed again, so an amount that grows may be larger.
     """
-    for what, own in plain.admitted.items():
-        if preempted.admitted[what] > own:
-            yield what, (own, preempted.admitted[what])
+    for amount, plain_amount in plain.admitted.items():
+        if preempted.admitted[amount] > plain_amount:
+            yield amount, (plain_amount, preempted.admitted[amount])
     first, last = plain.totals
-    for what, own in last.items():
-        other = preempted.totals[1].get(what)
-        if _is_short(first.get(what, 0), own, other):
-            yield what, (own, other)
+    for amount, plain_amount in last.items():
+        other = preempted.totals[1].get(amount)
+        if _is_short(first.get(amount, 0), plain_amount, other):
+            yield amount, (plain_amount, other)
     for name, steps in plain.figures.items():
         others = preempted.figures.get(name, [])
         if not steps or len(others) != len(steps):
             continue
-        for what, own in steps[-1].items():
-            values = [step.get(what, 0) for step in steps]
-            other = others[-1].get(what)
-            if all(map(_is_number, values)) and _is_short(_origin(values), own, other):
-                yield f"{what} of {name!r} at its end", (own, other)
+        for amount, plain_amount in steps[-1].items():
+            values = [step.get(amount, 0) for step in steps]
+            other = others[-1].get(amount)
+            if all(map(_is_number, values)) and _is_short(_origin(values), plain_amount, other):
+                yield f"{amount} of {name!r} at its end", (plain_amount, other)
 
 
 def _origin(values: Sequence[Any]) -> Any:
@@ -218,8 +221,8 @@ def _named(scripts: Sequence[RequestScript]) -> Iterator[tuple[str, RequestScrip
     for wave in range(_WAVES):
         for script in scripts:
             name = f"{script.request.request_id} of wave {wave}"
-            own = with_id(script, name, arrives=0, ends="finish", outputs=())
-            yield name, own
+            run = with_id(script, name, arrives=0, ends="finish", outputs=())
+            yield name, run
 
 
 def _totals(half: EngineHalf, calls: Calls) -> Leaves:
@@ -227,13 +230,13 @@ def _totals(half: EngineHalf, calls: Calls) -> Leaves:
         num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
     )
     half.add_stats(stats)
-    found = dict(_leaves("statistic", msgspec.to_builtins(stats)))
+    totals = dict(_leaves("statistic", msgspec.to_builtins(stats)))
     for method, arguments in calls:
         answer = half.call(method, arguments)
         if isinstance(answer, Future):
             answer = answer.result(_CALL_SECONDS)
-        found |= _leaves(f"answer of call({method!r})", msgspec.to_builtins(answer))
-    return found
+        totals |= _leaves(f"answer of call({method!r})", msgspec.to_builtins(answer))
+    return totals
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

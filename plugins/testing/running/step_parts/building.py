@@ -54,7 +54,7 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
     Attributes:
         part: the class under test.
         config: tables of the engine's configuration, as an operator writes them.
-        components: what the part's factory builds instead of installed components: classes by
+        components: classes that the part's factory builds instead of installed components, by
             kind and name.
         vocabulary: vocabulary of the tokenizer; None for an engine without one.
         vocab_size: vocabulary size of the model.
@@ -101,7 +101,7 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
         return halves
 
     def _build_half(self, method: str, context: type, **fields: Any) -> tuple[StepPart, Any]:
-        """Return a part of its own, as each process has one, and what it gives as its half.
+        """Return a new part, as each process has one, and its half.
 
         Args:
             method: name of the part's method that returns the half.
@@ -111,8 +111,8 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
         config = engine_config(self.config)
         part: StepPart = self._build(StepPartContext, config=config, model_config=self.model_config)
         components = ScriptedComponents(self.components, config)
-        given = context(components=components, vocab_size=self.vocab_size, **fields)
-        return part, call(rules.HALVES, getattr(part, method), given)
+        half_context = context(components=components, vocab_size=self.vocab_size, **fields)
+        return part, call(rules.HALVES, getattr(part, method), half_context)
 
     def _build_frontend_half(self) -> tuple[StepPart, FrontendHalf | None]:
         part, half = self._build_half(

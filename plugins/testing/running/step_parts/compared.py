@@ -1,4 +1,4 @@
-"""Halves under test, a plain one whose time counts as one, and comparisons of what they gave."""
+"""Halves under test, a plain half with one time unit per call, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compare(
     where: str,
     elsewhere: str,
 ) -> None:
-    """Compare what a request got in two sessions.
+    """Compare the results of a request in two sessions.
 
     Raises:
         Violation: it is not the same.
@@ -58,20 +58,22 @@ def compare(
     if script.ends == "aborted":  # when it happens depends on the time that a gate takes
         return
     for name in ("gate", "cost", "masks", "ended"):
-        one, other = getattr(first, name), getattr(second, name)
-        if name == "masks" and one != other:
-            pairs = zip(one, other, strict=False)
-            at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+        first_value, other = getattr(first, name), getattr(second, name)
+        if name == "masks" and first_value != other:
+            pairs = zip(first_value, other, strict=False)
+            at = next(
+                (n for n, (a, b) in enumerate(pairs) if a != b), min(len(first_value), len(other))
+            )
             raise rule.violation(
                 f"the mask of its step {at + 1} is another one {where} than {elsewhere}"
             )
-        if one != other:
-            raise rule.violation(f"its {name} is {one!r} {where}, {other!r} {elsewhere}")
-    for step, (own, others) in enumerate(zip(first.rows, second.rows, strict=True), 1):
-        for what in sorted(own.keys() | others.keys()):
-            if not (what in own and what in others and _are_close(own[what], others[what])):
+        if first_value != other:
+            raise rule.violation(f"its {name} is {first_value!r} {where}, {other!r} {elsewhere}")
+    for step, (rows, others) in enumerate(zip(first.rows, second.rows, strict=True), 1):
+        for hook in sorted(rows.keys() | others.keys()):
+            if not (hook in rows and hook in others and _are_close(rows[hook], others[hook])):
                 raise rule.violation(
-                    f"the worker half changes its {what} in step {step} to other values {where} "
+                    f"the worker half changes its {hook} in step {step} to other values {where} "
                     f"than {elsewhere}"
                 )
 
@@ -85,34 +87,34 @@ def compare_by_place(
         Violation: they are not the same.
     """
     for name in ("gate", "cost", "ended"):
-        one, other = getattr(first, name), getattr(second, name)
-        if one != other:
-            raise rule.violation(f"its {name} is {one!r} {where}, {other!r} {elsewhere}")
-    own, others = first.masks_by_index, second.masks_by_index
-    for index in sorted(own.keys() & others.keys()):
-        if own[index] != others[index]:
+        first_value, other = getattr(first, name), getattr(second, name)
+        if first_value != other:
+            raise rule.violation(f"its {name} is {first_value!r} {where}, {other!r} {elsewhere}")
+    masks, others = first.masks_by_index, second.masks_by_index
+    for index in sorted(masks.keys() & others.keys()):
+        if masks[index] != others[index]:
             raise rule.violation(
                 f"the mask of output token {index} is another one {elsewhere} than {where}, "
                 f"expected the same"
             )
     rows, changed = first.rows_by_position, second.rows_by_position
-    for what, position in sorted(rows.keys() | changed.keys()):
-        row, other_row = rows.get((what, position)), changed.get((what, position))
+    for hook, position in sorted(rows.keys() | changed.keys()):
+        row, other_row = rows.get((hook, position)), changed.get((hook, position))
         if row is None or other_row is None:
             changing, leaving = (elsewhere, where) if row is None else (where, elsewhere)
             raise rule.violation(
-                f"the worker half changes the {what} of position {position} {changing}, and "
+                f"the worker half changes the {hook} of position {position} {changing}, and "
                 f"leaves them as they are {leaving}, expected the same"
             )
         if not _are_close(row, other_row):
             raise rule.violation(
-                f"the worker half changes the {what} of position {position} to other values "
+                f"the worker half changes the {hook} of position {position} to other values "
                 f"{elsewhere} than {where}, expected the same"
             )
 
 
-def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.allclose(one, other, rtol=1e-3, atol=1e-3)
+def _are_close(first: np.ndarray, other: np.ndarray) -> bool:
+    return np.allclose(first, other, rtol=1e-3, atol=1e-3)
 
 
 @dataclass
@@ -136,7 +138,7 @@ class Halves:
         return any(method in hooks.implemented(half) for hooks, half in halves if half is not None)
 
     def close(self) -> None:
-        """Close all, those of the worker first.
+        """Close all halves, the worker's first.
 
         Raises:
             Violation: one of them raised.

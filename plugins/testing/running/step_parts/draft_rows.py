@@ -15,7 +15,7 @@ from .session import CallTrace, RequestScript, StepPartSession, with_id
 __all__ = ["DRAFT_ROWS", "check_draft_rows"]
 
 DRAFT_ROWS = Rule(
-    "draft rows: the row of a draft gets what the same row gets without drafts",
+    "draft rows: the row of a draft gets the same as without drafts",
     "treat all rows of a request alike: with drafts it has 1 + drafts rows in `mask` and `logits`, "
     "and the tokens between two of `rows.starts` in the other methods; let a row depend on the "
     "tokens before it and on its position alone, and keep nothing of a draft that is rejected",
@@ -36,7 +36,7 @@ def check_draft_rows(
     Args:
         opened: opens a session of new halves.
         scripts: lives of requests.
-        shares: whether what a request gets depends on others; then each runs alone.
+        shares: whether the results of a request depend on others; then each runs alone.
         seen: called if drafts were computed.
 
     Raises:
@@ -46,19 +46,19 @@ def check_draft_rows(
     drafted: list[RequestScript] = []
     for script in scripts:
         name = script.request.request_id
-        own = with_id(script, name, arrives=0, preempted_after=0, ends="finish", outputs=())
+        alone = with_id(script, name, arrives=0, preempted_after=0, ends="finish", outputs=())
         with opened() as session:
-            without[name] = session.play([own])[name]
+            without[name] = session.play([alone])[name]
         outputs = list(itertools.chain.from_iterable(without[name].tokens))
         if without[name].ended == "finished" and len(outputs) > 1:
-            guessed = dataclasses.replace(own, arrives=script.arrives, outputs=outputs)
+            guessed = dataclasses.replace(alone, arrives=script.arrives, outputs=outputs)
             drafted.append(dataclasses.replace(guessed, steps=len(outputs)))
     for group in [[script] for script in drafted] if shares else [drafted]:
         with opened() as session:
-            found = session.play(group)
+            traces = session.play(group)
         for script in group:
             name = script.request.request_id
             where = "without drafts", "with drafts"
-            compare_by_place(without[name], found[name], DRAFT_ROWS, *where)
-            if any(len(tokens) > 1 for tokens in found[name].tokens):
+            compare_by_place(without[name], traces[name], DRAFT_ROWS, *where)
+            if any(len(tokens) > 1 for tokens in traces[name].tokens):
                 seen()

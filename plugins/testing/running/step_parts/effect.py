@@ -1,4 +1,4 @@
-"""The effect of a step part: what its methods have returned, and which of them there are."""
+"""The effect of a step part: results of its methods, and the methods that it overrides."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _WITHOUT_EFFECT = ("close", "ended", "refused", "for_fields", "for_parameters")
 
 EFFECT = Rule(
     "effect: the part does something",
-    "implement hooks, such as those of RequestFilter, WorkerStep or FrontendHalf, and return the "
-    "half from engine_half(), worker_half() or frontend_half()",
+    "implement hooks, such as the hooks of RequestFilter, WorkerStep or FrontendHalf, and return "
+    "the half from engine_half(), worker_half() or frontend_half()",
 )
 
 
 def overridden(
     frontend: FrontendHalf | None, engine: EngineHalf | None, worker: WorkerHalf | None
 ) -> list[str]:
-    """Return the names of the hooks that halves have, without those that forget."""
+    """Return the names of the hooks of halves, except hooks that only drop data."""
     halves = ((FRONTEND_HOOKS, frontend), (ENGINE_HOOKS, engine), (WORKER_HOOKS, worker))
-    found = [
+    hook_names = [
         name
         for hooks, half in halves
         if half is not None
         for name in sorted(hooks.implemented(half))
     ]
-    return [name for name in dict.fromkeys(found) if name not in _WITHOUT_EFFECT]
+    return [name for name in dict.fromkeys(hook_names) if name not in _WITHOUT_EFFECT]
 
 
 def check_overrides(part: type[StepPart], methods: Sequence[str]) -> None:
@@ -61,11 +61,11 @@ def check_overrides(part: type[StepPart], methods: Sequence[str]) -> None:
     Raises:
         Violation: they cannot.
     """
-    own = ("request_fields", "merge_answers")
+    class_methods = ("request_fields", "merge_answers")
     if not methods and all(
-        getattr(part, name).__func__ is getattr(StepPart, name).__func__ for name in own
+        getattr(part, name).__func__ is getattr(StepPart, name).__func__ for name in class_methods
     ):
-        raise EFFECT.violation(f"{NO_METHODS}, expected one that has an effect on requests")
+        raise EFFECT.violation(f"{NO_METHODS}, expected a part with an effect on requests")
 
 
 def completes(half: FrontendHalf, requests: Sequence[EngineCoreRequest]) -> bool:
@@ -73,14 +73,14 @@ def completes(half: FrontendHalf, requests: Sequence[EngineCoreRequest]) -> bool
     for request in requests:
         if not selects(half, request):
             continue
-        given = copy.deepcopy(request)
+        request_copy = copy.deepcopy(request)
         try:
-            half.prepare(given, None)
+            half.prepare(request_copy, None)
         except RequestError:
             return True
-        if snapshot(given) != snapshot(request) or half.reads_answer(given):
+        if snapshot(request_copy) != snapshot(request) or half.reads_answer(request_copy):
             return True
-        if half.output_format(given, None) is not None:
+        if half.output_format(request_copy, None) is not None:
             return True
     return False
 

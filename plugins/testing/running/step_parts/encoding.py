@@ -11,8 +11,8 @@ from hardpoint.testing.suite import Rule, short_repr
 __all__ = ["ENCODER_CACHE", "FeaturePlans", "check_encoder_cache"]
 
 ENCODER_CACHE = Rule(
-    "encoder cache: what was allocated is held until it is freed, which no request holds then",
-    "count the requests that hold each identifier, drop those without any where room is needed, "
+    "encoder cache: allocated features are held until they are freed, when no request holds them",
+    "count the requests that hold each identifier, drop unused ones where room is needed, "
     "and report these in take_freed; EncoderCacheManager of hardpoint.toolkit.encoder_cache does",
 )
 
@@ -20,7 +20,7 @@ _METHODS = ("holds", "can_allocate", "allocate", "cancel", "free_input", "free",
 
 
 def check_encoder_cache(half: EngineHalf, worker: WorkerHalf | None) -> None:
-    """Check what a half states about features.
+    """Check a half's declarations about features.
 
     Raises:
         Violation: it is wrong.
@@ -102,38 +102,40 @@ class FeaturePlans:
 
     def _holds(self, request: Request, index: int) -> bool:
         name = request.source.features[index].identifier
-        found = call(ENCODER_CACHE, self._cache.holds, request, index)
-        if type(found) is not bool:
-            raise ENCODER_CACHE.violation(f"holds() returned {short_repr(found)}, expected a bool")
-        if found and name not in self._kept:
+        is_held = call(ENCODER_CACHE, self._cache.holds, request, index)
+        if type(is_held) is not bool:
+            raise ENCODER_CACHE.violation(
+                f"holds() returned {short_repr(is_held)}, expected a bool"
+            )
+        if is_held and name not in self._kept:
             raise ENCODER_CACHE.violation(
                 f"holds() returned True for {name!r}, which was not allocated, or was freed"
             )
-        if not found and self._kept.get(name):
+        if not is_held and self._kept.get(name):
             raise ENCODER_CACHE.violation(
                 f"holds() returned False for {name!r}, which {self._holder(name)!r} holds"
             )
-        if found:
+        if is_held:
             self._kept[name].add((request.request_id, index))
-        return found
+        return is_held
 
     def _holder(self, name: str) -> str:
         return min(self._kept[name])[0]
 
     def _can_allocate(self, request: Request, index: int, reserved: int) -> bool:
-        found = call(ENCODER_CACHE, self._cache.can_allocate, request, index, reserved)
-        if type(found) is not bool:
+        is_allocatable = call(ENCODER_CACHE, self._cache.can_allocate, request, index, reserved)
+        if type(is_allocatable) is not bool:
             raise ENCODER_CACHE.violation(
-                f"can_allocate() returned {short_repr(found)}, expected a bool"
+                f"can_allocate() returned {short_repr(is_allocatable)}, expected a bool"
             )
         feature = request.source.features[index]
         is_free = not reserved and not any(self._kept.values())
-        if not found and is_free and feature.length <= self._limit:
+        if not is_allocatable and is_free and feature.length <= self._limit:
             raise ENCODER_CACHE.violation(
                 f"can_allocate() returned False for a feature of {feature.length} tokens, of "
                 f"max_encoder_tokens {self._limit}, and no request holds any"
             )
-        return found
+        return is_allocatable
 
     def take_freed(self) -> Sequence[str]:
         """Return the identifiers that the plan of the step reports as freed.
@@ -159,18 +161,18 @@ class FeaturePlans:
                     f"freed before"
                 )
             del self._kept[name]
-        found, self._freed = [*self._freed, *freed], []
-        return found
+        released, self._freed = [*self._freed, *freed], []
+        return released
 
     def computed(self, request: Request, tokens: int) -> None:
-        """Free the features of a request whose tokens are all among the computed ones."""
+        """Free the features of a request that are computed completely."""
         for index, feature in enumerate(request.source.features):
             if feature.end <= tokens:
                 call(ENCODER_CACHE, self._cache.free_input, request, index)
                 self._kept.get(feature.identifier, set()).discard((request.request_id, index))
 
     def lost(self, plan: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Take back what a plan that was lost was to encode, and to free."""
+        """Undo the encoding and freeing of features in a lost plan."""
         self._freed += plan.freed_encoder_inputs
         for name, indices in plan.encoder_inputs.items():
             for index in indices:
@@ -178,7 +180,7 @@ class FeaturePlans:
                 self._kept[requests[name].source.features[index].identifier] = set()
 
     def left(self, request: Request) -> None:
-        """Free what a request holds, which has ended or is preempted."""
+        """Free the features of a request that has ended or is preempted."""
         if request.source.features:
             call(ENCODER_CACHE, self._cache.free, request)
             for index, feature in enumerate(request.source.features):

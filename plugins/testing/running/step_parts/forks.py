@@ -18,8 +18,8 @@ from .session import RequestScript, StepPartSession, with_id
 __all__ = ["FORKS", "check_fork"]
 
 FORKS = Rule(
-    "forks: a request that comes with outputs gets what one gets that has sampled them",
-    "begin with all of `output_token_ids`, of which a fork has some when it comes, and keep what "
+    "forks: a request that starts with outputs gets the same as after sampling them",
+    "begin with all of `output_token_ids` (a fork has some from the start), and keep the state "
     "you know by `request_id`: a request and its forks share `external_req_id`. If a request "
     "with outputs cannot be served, refuse it in check() or gate() by a RequestError",
 )
@@ -42,7 +42,7 @@ def check_fork(
         script: life of the request.
         begun: steps of the request after which the fork begins. Requests that are preempted then
             have no drafts in the next step, and compute all of their tokens in it, as forks do.
-        shares: whether what a request gets depends on others; then the fork is alone.
+        shares: whether the results of a request depend on others; then the fork is alone.
 
     Raises:
         Violation: it is not the same.
@@ -61,12 +61,12 @@ def check_fork(
     copied = structs.replace(copied, resumed=ResumedOutputs(outputs))
     fork = RequestScript(copied, begun + 1, steps, script.seed, ends=script.ends, begun=begun)
     with opened() as session:
-        found = session.play([fork] if shares else [source, fork])
-    if found["r1"].ended != "refused":
+        traces = session.play([fork] if shares else [source, fork])
+    if traces["r1"].ended != "refused":
         rest = dataclasses.replace(sampled, masks=sampled.masks[begun:], rows=sampled.rows[begun:])
         where = "of a request that has sampled its tokens", "of a fork"
-        compare(fork, rest, found["r1"], FORKS, *where)
+        compare(fork, rest, traces["r1"], FORKS, *where)
     if not shares:
         with opened() as session:
             alone = session.play([source])["r0"]
-        compare(source, alone, found["r0"], FORKS, "of a source", "of one that has a fork")
+        compare(source, alone, traces["r0"], FORKS, "of a source", "of a source with a fork")

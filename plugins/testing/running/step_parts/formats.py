@@ -42,30 +42,30 @@ def check_format(half: FrontendHalf, request: EngineCoreRequest, text: str) -> N
     """
     if not selects(half, request):
         return
-    given = copy.deepcopy(request)
+    request_copy = copy.deepcopy(request)
 
     def output_format() -> OutputFormat | None:
         try:
-            return half.output_format(given, None)
+            return half.output_format(request_copy, None)
         except RequestError:
             return None
 
-    found: Any = call(FORMATS, output_format)
-    if found is None:
+    found_format: Any = call(FORMATS, output_format)
+    if found_format is None:
         return
-    if not isinstance(found, OutputFormat):
+    if not isinstance(found_format, OutputFormat):
         raise FORMATS.violation(
-            f"output_format() returned {short_repr(found)}, expected an OutputFormat or None"
+            f"output_format() returned {short_repr(found_format)}, expected an OutputFormat or None"
         )
-    reader: Any = call(FORMATS, found.open, given)
+    reader: Any = call(FORMATS, found_format.open, request_copy)
     if reader is not None:
         if not isinstance(reader, OutputReader):
             raise FORMATS.violation(
                 f"open() returned {short_repr(reader)}, expected an OutputReader or None"
             )
         for finished in (False, True):
-            _check_output(reader, given, text, finished=finished)
-    call(FORMATS, found.close)
+            _check_output(reader, request_copy, text, finished=finished)
+    call(FORMATS, found_format.close)
 
 
 def _check_output(

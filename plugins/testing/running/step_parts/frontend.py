@@ -35,12 +35,12 @@ from hardpoint.testing.suite import Rule, short_repr
 
 FRONTEND = Rule(
     "frontend: prepare refuses a request by a RequestError, or completes it for good",
-    "set fields that are open, and leave id, prompt and those that have a value; a call with a "
+    "set fields that are open, and leave id, prompt and fields with a value; a call with a "
     "request that was prepared before changes nothing",
 )
 ANSWERS = Rule(
     "answers: reads_answer gives a bool, and validate text or None for any answer",
-    "decide by the request alone, and return what is wrong with an answer instead of raising it",
+    "decide by the request alone, and return the mistake of an answer instead of raising it",
 )
 
 PROMPTS = Rule(
@@ -53,10 +53,10 @@ Classes = Mapping[str, Mapping[str, type[Component]]]
 
 
 class ScriptedComponents:
-    """The factory of a suite: its own components, else those that are installed."""
+    """The component factory of a suite: scripted components, else installed ones."""
 
-    def __init__(self, own: Classes, config: EngineConfig) -> None:
-        self._scripted, self._installed = own, installed_components(config)
+    def __init__(self, scripted: Classes, config: EngineConfig) -> None:
+        self._scripted, self._installed = scripted, installed_components(config)
         self._faults = fault_counter(config)
 
     def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
@@ -73,12 +73,12 @@ class ScriptedComponents:
         report: FaultReporter,
         **fields: Any,
     ) -> Any:
-        """Build a component whose methods do what its kind declares."""
+        """Build a component with checks of the declared results of its methods."""
         component = self.create(kind, name, context, **fields)
         return guard(component, kind, report, self._faults.calls(kind, source_of(name)))
 
     def enabled(self, kind: str) -> Sequence[str]:
-        """Return the names of the suite's own components of a kind, else of those installed."""
+        """Return the names of the suite's own components of a kind, else of the installed ones."""
         return list(self._scripted.get(kind, ())) or self._installed.enabled(kind)
 
     def find(self, kind: str, name: str) -> type[Component] | None:
@@ -132,8 +132,8 @@ def check_prepare(
     Raises:
         Violation: the half breaks a rule.
     """
-    given, again = copy.deepcopy(request), copy.deepcopy(request)
-    refused = _refusal(half, given, reasoning)
+    prepared, again = copy.deepcopy(request), copy.deepcopy(request)
+    refused = _refusal(half, prepared, reasoning)
     if (other := _refusal(half, again, reasoning)) != refused:
         raise FRONTEND.violation(
             f"prepare() raised {short_repr(refused)}, and for an equal request {short_repr(other)}"
@@ -141,19 +141,21 @@ def check_prepare(
     if refused is not None:
         return None
     for name in ("request_id", "prompt_token_ids"):
-        if (found := getattr(given, name)) != (before := getattr(request, name)):
+        if (value := getattr(prepared, name)) != (before := getattr(request, name)):
             raise FRONTEND.violation(
-                f"prepare() changed {name} from {short_repr(before)} to {short_repr(found)}"
+                f"prepare() changed {name} from {short_repr(before)} to {short_repr(value)}"
             )
-    once = copy.deepcopy(given)
-    refused = _refusal(half, given, reasoning)
-    for name in given.__struct_fields__:
-        if refused is not None or snapshot(getattr(once, name)) != snapshot(getattr(given, name)):
-            first, found = short_repr(getattr(once, name)), short_repr(getattr(given, name))
+    once = copy.deepcopy(prepared)
+    refused = _refusal(half, prepared, reasoning)
+    for name in prepared.__struct_fields__:
+        if refused is not None or snapshot(getattr(once, name)) != snapshot(
+            getattr(prepared, name)
+        ):
+            first, value = short_repr(getattr(once, name)), short_repr(getattr(prepared, name))
             raise FRONTEND.violation(
-                f"prepare() gave {name} {first}, and when called again {refused or found}"
+                f"prepare() gave {name} {first}, and when called again {refused or value}"
             )
-    return given
+    return prepared
 
 
 class _Bytes(ByteTokenizer):
@@ -177,15 +179,15 @@ class BytesReader:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def read(self, prompt: Prompt) -> GivenPrompt:
-        """Return the ids of a text, or those given."""
-        given = prompt
-        if isinstance(given, Mapping):
-            if set(given) not in ({"prompt"}, {"prompt_token_ids"}):
-                raise RequestError(f"prompt: expected text or token ids, got {sorted(given)}")
-            (given,) = given.values()
-        if isinstance(given, str):
-            return GivenPrompt(token_ids=self.tokenise(given), text=given)
-        return GivenPrompt(token_ids=list(given))
+        """Return the token ids of a text or of a list of ids."""
+        content = prompt
+        if isinstance(content, Mapping):
+            if set(content) not in ({"prompt"}, {"prompt_token_ids"}):
+                raise RequestError(f"prompt: expected text or token ids, got {sorted(content)}")
+            (content,) = content.values()
+        if isinstance(content, str):
+            return GivenPrompt(token_ids=self.tokenise(content), text=content)
+        return GivenPrompt(token_ids=list(content))
 
 
 def check_prompt(
@@ -200,9 +202,9 @@ def check_prompt(
     Args:
         half: to check.
         prompt: prompt of the suite.
-        fields: those that the part makes use of.
+        fields: fields that the part uses.
         vocab_size: vocabulary size of the model.
-        pooling: parameters of a request that pools; None is one that generates.
+        pooling: parameters of a pooling request; None is a request that generates.
 
     Raises:
         Violation: the half breaks a rule.
@@ -217,46 +219,46 @@ def check_prompt(
         except RequestError as refused:
             return str(refused)
 
-    found = call(PROMPTS, read)
-    if isinstance(found, str):
-        raise PROMPTS.violation(f"read_prompt() refused a prompt of the suite: {found}")
-    _check_given("read_prompt()", found, fields, vocab_size)
-    _check_cut(found, fields, vocab_size)
+    read_result = call(PROMPTS, read)
+    if isinstance(read_result, str):
+        raise PROMPTS.violation(f"read_prompt() refused a prompt of the suite: {read_result}")
+    _check_given("read_prompt()", read_result, fields, vocab_size)
+    _check_cut(read_result, fields, vocab_size)
     request = EngineCoreRequest(
         request_id="r0",
-        prompt_token_ids=list(found.token_ids),
+        prompt_token_ids=list(read_result.token_ids),
         params=SamplingParams(),
         pooling_params=pooling,
-        **found.fields,
+        **read_result.fields,
     )
     if (refused := _refusal(half, request, None)) is not None:
-        raise PROMPTS.violation(f"prepare() refused what read_prompt() gave: {refused}")
+        raise PROMPTS.violation(f"prepare() rejected the result of read_prompt(): {refused}")
 
 
-def _check_given(name: str, found: Any, fields: Collection[str], vocab_size: int) -> None:
-    """Check what a half has read or cut.
+def _check_given(name: str, returned: Any, fields: Collection[str], vocab_size: int) -> None:
+    """Check a prompt that a half has read or cut.
 
     Raises:
         Violation: it has something else than ids of the vocabulary and fields of its part.
     """
-    if not isinstance(found, GivenPrompt) or not all(
-        type(token) is int and 0 <= token < vocab_size for token in found.token_ids
+    if not isinstance(returned, GivenPrompt) or not all(
+        type(token) is int and 0 <= token < vocab_size for token in returned.token_ids
     ):
-        raise PROMPTS.violation(f"{name} returned {short_repr(found)}")
-    if not set(found.fields) <= set(fields):
+        raise PROMPTS.violation(f"{name} returned {short_repr(returned)}")
+    if not set(returned.fields) <= set(fields):
         raise PROMPTS.violation(
-            f"{name} gave the fields {sorted(found.fields)}, and request_fields() is "
+            f"{name} gave the fields {sorted(returned.fields)}, and request_fields() is "
             f"{sorted(fields)}"
         )
 
 
-def _check_cut(given: GivenPrompt, fields: Collection[str], vocab_size: int) -> None:
+def _check_cut(prompt: GivenPrompt, fields: Collection[str], vocab_size: int) -> None:
     """Check that a prompt which can be cut gets no longer than it is to be.
 
     Raises:
         Violation: the half breaks a rule.
     """
-    cut, limit = given.cut, len(given.token_ids) - 1
+    cut, limit = prompt.cut, len(prompt.token_ids) - 1
     if cut is None or limit < 1:
         return
 
@@ -266,10 +268,10 @@ def _check_cut(given: GivenPrompt, fields: Collection[str], vocab_size: int) -> 
         except RequestError:
             return None
 
-    if (found := call(PROMPTS, shorter)) is None:
+    if (shortened := call(PROMPTS, shorter)) is None:
         return
-    _check_given("cut()", found, fields, vocab_size)
-    if (count := len(found.token_ids)) > limit:
+    _check_given("cut()", shortened, fields, vocab_size)
+    if (count := len(shortened.token_ids)) > limit:
         raise PROMPTS.violation(f"cut({limit}) returned {count} ids")
 
 
@@ -284,8 +286,8 @@ def _refusal(
             return str(refused)
         return None
 
-    found: str | None = call(FRONTEND, prepare)
-    return found
+    refusal: str | None = call(FRONTEND, prepare)
+    return refusal
 
 
 def check_answer(half: FrontendHalf, request: EngineCoreRequest, answer: str) -> None:

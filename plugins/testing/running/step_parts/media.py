@@ -88,7 +88,7 @@ def check_media(
 
 def _check_tokens(tokens: Any, vocab_size: int, reads: bool) -> None:
     if not isinstance(tokens, Mapping) or not all(
-        isinstance(name, str) and ids and all(_is_token(one, vocab_size) for one in ids)
+        isinstance(name, str) and ids and all(_is_token(token, vocab_size) for token in ids)
         for name, ids in tokens.items()
     ):
         raise PLACED.violation(
@@ -110,22 +110,22 @@ def _placed(
     half: FrontendHalf, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
 ) -> _Placed:
     """Return a prompt with its media placed: the same each time, and nothing given changes."""
-    found = []
+    placements = []
     for _ in range(2):
-        given = prompt_of((list(token_ids), copy.deepcopy(dict(media))))
-        before = snapshot(given)
-        answer = _answer(half, given)
+        prompt = prompt_of((list(token_ids), copy.deepcopy(dict(media))))
+        before = snapshot(prompt)
+        answer = _answer(half, prompt)
         if isinstance(answer, str):
             raise PLACED.violation(f"read_prompt() refused a prompt of the suite: {answer}")
-        if snapshot(given) != before:
-            raise PLACED.violation("read_prompt() changed what it was given")
+        if snapshot(prompt) != before:
+            raise PLACED.violation("read_prompt() mutated its input")
         if not isinstance(answer, GivenPrompt) or not isinstance(answer.token_ids, Sequence):
             raise PLACED.violation(
                 f"read_prompt() returned {short_repr(answer)}, expected a GivenPrompt with token "
                 f"ids"
             )
-        found.append(_Placed(answer.token_ids, answer.fields.get("features", ())))
-    first, second = found
+        placements.append(_Placed(answer.token_ids, answer.fields.get("features", ())))
+    first, second = placements
     if snapshot(first) != snapshot(second):
         raise PLACED.violation(
             f"read_prompt() gave {short_repr(first)}, and for an equal prompt {short_repr(second)}"
@@ -155,9 +155,11 @@ def _check_placed(
             f"read_prompt() gave the token {short_repr(wrong[0])}, expected token ids in "
             f"0..{vocab_size - 1}"
         )
-    given = sorted(name for name, items in media.items() for _ in items)
-    if (found := sorted(feature.modality for feature in placed.features)) != given:
-        raise PLACED.violation(f"read_prompt() gave features of {found} for items of {given}")
+    expected = sorted(name for name, items in media.items() for _ in items)
+    if (modalities := sorted(feature.modality for feature in placed.features)) != expected:
+        raise PLACED.violation(
+            f"read_prompt() gave features of {modalities} for items of {expected}"
+        )
     for index, feature in enumerate(placed.features):
         if not (isinstance(feature.identifier, str) and feature.identifier):
             raise PLACED.violation(
@@ -166,7 +168,7 @@ def _check_placed(
         if feature.length < 1 or feature.offset < end or feature.end > len(ids):
             raise PLACED.violation(
                 f"features[{index}] covers {feature.offset} to {feature.end} of a prompt of "
-                f"{len(ids)} tokens, after one that ends at {end}"
+                f"{len(ids)} tokens, after a span that ends at {end}"
             )
         _check_covered(half, ids, index, feature)
         end = feature.end
@@ -175,12 +177,12 @@ def _check_placed(
 def _check_covered(
     half: FrontendHalf, ids: Sequence[int], index: int, feature: MultiModalFeature
 ) -> None:
-    own = half.media_tokens.get(feature.modality, ())
+    media_ids = half.media_tokens.get(feature.modality, ())
     covered = set(ids[feature.offset : feature.end])
-    if foreign := sorted(covered - set(own)):
+    if foreign := sorted(covered - set(media_ids)):
         raise PLACED.violation(
             f"features[{index}] covers the token {foreign[0]}, which is none of media_tokens "
-            f"{short_repr(own)}"
+            f"{short_repr(media_ids)}"
         )
 
 
@@ -196,20 +198,20 @@ def _check_refusals(
     nothing = {name: [object() for _ in items] for name, items in media.items()}
     cases = [
         ("with an item more than placeholders", more),
-        ("whose items are no media", nothing),
+        ("with items that are no media", nothing),
         ("with media of an unknown modality", unknown),
     ]
     if any(fewer.values()):  # without media no token is a placeholder
         cases.insert(0, ("with an item less than placeholders", fewer))
-    for what, given in cases:
-        _check_refusal(half, what, token_ids, given)
+    for case, content in cases:
+        _check_refusal(half, case, token_ids, content)
 
 
-def _check_refusal(half: FrontendHalf, what: str, token_ids: Sequence[int], media: Any) -> None:
-    found = _answer(half, prompt_of((list(token_ids), media)))
-    if not isinstance(found, str):
+def _check_refusal(half: FrontendHalf, case: str, token_ids: Sequence[int], media: Any) -> None:
+    answer = _answer(half, prompt_of((list(token_ids), media)))
+    if not isinstance(answer, str):
         raise PLACED.violation(
-            f"read_prompt() of a prompt {what} returned {short_repr(found)}, expected a "
+            f"read_prompt() of a prompt {case} returned {short_repr(answer)}, expected a "
             f"RequestError"
         )
 
@@ -233,13 +235,13 @@ def check_taken(request: EngineCoreRequest, frontend: FrontendHalf, engine: Engi
     if not (selects(engine, request) and call(PLACED, engine.uses, request)):
         name = "for_fields has no field of" if selecting_fields(engine) else "uses() is False for"
         raise PLACED.violation(f"{name} a request with placed media", fix)
-    for name, takes, given in (
+    for name, takes, arguments in (
         ("prepare", frontend.prepare, (request, None)),
         ("check", engine.check, (request,)),
     ):
         try:
-            takes(*given)
+            takes(*arguments)
         except RequestError as refused:
             raise PLACED.violation(
-                f"{name}() refused what read_prompt() gave: {refused}", fix
+                f"{name}() rejected the result of read_prompt(): {refused}", fix
             ) from refused

@@ -1,4 +1,4 @@
-"""The rules of step parts, and the checks of what their methods return."""
+"""The rules of step parts, and checks of the results of their methods."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GATE = Rule(
 )
 READY = Rule(
     "ready: the gate of each request ends in bounded time",
-    "return None or raise a RequestError when what the request waits for has ended, failed or "
+    "return None or raise a RequestError when the awaited operation has ended, failed or "
     "taken too long",
 )
 COSTS = Rule(
@@ -39,7 +39,7 @@ COSTS = Rule(
 )
 DATA = Rule(
     "data: begin returns bytes, and None in a plan without requests that use the part",
-    "serialise what the worker halves need, and look which of your requests the plan schedules",
+    "serialize the data for the worker halves, and find your requests among the scheduled ones",
 )
 MASKS = Rule(
     "masks: each planned request has no row or 1 + drafts rows, which allow some token",
@@ -57,7 +57,7 @@ DRAFTS = Rule(
 )
 DRAFT_LIMITS = Rule(
     "limited drafts: limit_drafts gives how many of the drafts that it was given are left",
-    "return a mapping of ids of these requests to numbers from 0 to that of their drafts",
+    "return a mapping of ids of these requests to numbers from 0 to their number of drafts",
 )
 VERIFIED = Rule(
     "verified drafts: verify_drafts accepts drafts that equal the tokens of the rows before them",
@@ -71,12 +71,12 @@ FIGURES = Rule(
 ARRAYS = Rule(
     "arrays: arrays gives rows for positions that are computed, ascending, in one form by name",
     "number positions from 0, the first token of the prompt: a step that samples the first output "
-    "token has computed those of the prompt alone, and the next step computes that token's own, "
+    "token has computed the prompt's positions alone, and the next step computes that token's own, "
     "`num_prompt_tokens`",
 )
 CALLS = Rule(
     "calls: calls are answered with plain data, others refused by a RequestError",
-    "return what JSON could be made of, or a future of it, and raise RequestError for a method "
+    "return data for JSON, or a future of it, and raise RequestError for a method "
     "or an argument that does not exist",
 )
 LOST = Rule(
@@ -85,8 +85,8 @@ LOST = Rule(
     "let lost() and preempted() take any plan and any request that use the part",
 )
 ALONE = Rule(
-    "alone as together: what a request gets does not depend on others",
-    "keep what you know by request id; a part that divides something among requests sets "
+    "alone as together: the results of a request do not depend on others",
+    "keep state by request id; a part that divides something among requests sets "
     "`shares = True` in its suite",
 )
 ENDED = Rule(
@@ -94,22 +94,22 @@ ENDED = Rule(
     "forget the id in ended() and in refused(), whatever the request had reached",
 )
 WEIGHTS = Rule(
-    "weights changed: what was made of earlier weights is made again",
-    "forget in weights_changed(), in both halves, what depends on weights, and in the engine that "
-    "workers have it: send what it is made of with the next plan that needs it",
+    "weights changed: data made from earlier weights is computed again",
+    "drop data that depends on weights in weights_changed() of both halves, and in the engine the "
+    "record that workers have it: send its inputs with the next plan that needs it",
 )
 READS_ONLY = Rule(
     "reads only: plan, request and result belong to the engine",
-    "copy what you want to change",
+    "copy a value before you change it",
 )
 WORKER = Rule(
-    "worker: each method of a worker half gives what it should, and raises nothing",
+    "worker: each method of a worker half returns a valid result, and raises nothing",
     "return None, or a finite tensor of the shape that was given, from `embedded`, `linear`, "
     "`hidden` and `logits`, a function from `around_layers`, and bytes or None from `report`",
 )
 WORKER_READS = Rule(
-    "worker reads only: what a worker half is given belongs to the worker",
-    "clone a tensor and change the clone, or return the one that you changed",
+    "worker reads only: the inputs of a worker half belong to the worker",
+    "clone a tensor and change the clone, or return the changed tensor",
 )
 
 
@@ -118,7 +118,7 @@ _CALL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class GateLimits:
-    """After both of these, a gate that still waits is one that never ends.
+    """Limits after which a waiting gate counts as blocked forever.
 
     Attributes:
         steps: in which it was asked.
@@ -145,7 +145,7 @@ def check_declared(half: EngineHalf) -> None:
     """Check the attributes of a half.
 
     Raises:
-        Violation: one is no amount.
+        Violation: one is not an amount.
     """
     capacity, limit = half.capacity, half.num_draft_tokens
     if not isinstance(capacity, Mapping) or not all(
@@ -163,7 +163,7 @@ def check_costs(first: Any, second: Any, capacity: Mapping[str, int]) -> None:
     """Check two answers of cost() for one request.
 
     Raises:
-        Violation: they differ, or are no amounts of resources.
+        Violation: they differ, or are not amounts of resources.
     """
     for cost in (first, second):
         if not isinstance(cost, Mapping):
@@ -181,10 +181,10 @@ def check_costs(first: Any, second: Any, capacity: Mapping[str, int]) -> None:
 
 
 def check_data(data: Any, users: Collection[str], *, every_plan: bool) -> None:
-    """Check what begin() returned for a plan with `users`; of a part with `every_plan`.
+    """Check the result of begin() for a plan with `users`; of a part with `every_plan`.
 
     Raises:
-        Violation: it is no bytes, or the plan has no request for which it could be.
+        Violation: it is not bytes, or the plan has no request for which it could be.
     """
     if data is not None and not isinstance(data, bytes):
         raise DATA.violation(f"begin() returned {short_repr(data)}, expected bytes or None")
@@ -195,7 +195,7 @@ def check_data(data: Any, users: Collection[str], *, every_plan: bool) -> None:
 
 
 def check_names(names: Any, users: Collection[str]) -> None:
-    """Check what needs_results() returned for a plan with `users`.
+    """Check the result of needs_results() for a plan with `users`.
 
     Raises:
         Violation: it names others.
@@ -213,7 +213,7 @@ def check_mask(mask: Any, users: Mapping[str, int], vocab_size: int) -> dict[str
     """Check a mask; return the rows of each request that has some.
 
     Args:
-        mask: what mask() returned.
+        mask: result of mask().
         users: number of drafts of each planned request that uses the part.
         vocab_size: vocabulary size of the model.
 
@@ -227,8 +227,8 @@ def check_mask(mask: Any, users: Mapping[str, int], vocab_size: int) -> dict[str
     names, bits = list(mask.request_ids), mask.bitmask
     shape = (len(names), -(-vocab_size // 32))
     if not isinstance(bits, np.ndarray) or bits.dtype != np.int32 or bits.shape != shape:
-        found = f"{getattr(bits, 'dtype', type(bits).__name__)} {getattr(bits, 'shape', '')}"
-        raise MASKS.violation(f"the bitmask is {found}, expected int32 {shape}")
+        layout = f"{getattr(bits, 'dtype', type(bits).__name__)} {getattr(bits, 'shape', '')}"
+        raise MASKS.violation(f"the bitmask is {layout}, expected int32 {shape}")
     if foreign := set(names) - users.keys():
         raise MASKS.violation(
             f"mask() has rows of {sorted(foreign)}, of the plan only {sorted(users)} use the part"
@@ -240,16 +240,16 @@ def check_mask(mask: Any, users: Mapping[str, int], vocab_size: int) -> dict[str
             raise MASKS.violation(
                 f"{name!r} has {count} rows of the mask, expected {1 + users[name]} in sequence"
             )
-        own = np.ascontiguousarray(bits[first : first + count])
+        request_rows = np.ascontiguousarray(bits[first : first + count])
         for index in range(count):
-            if not allowed_tokens(own, index, vocab_size):
+            if not allowed_tokens(request_rows, index, vocab_size):
                 raise MASKS.violation(f"row {index} of {name!r} allows no token")
-        rows[name] = own.copy()
+        rows[name] = request_rows.copy()
     return rows
 
 
 def check_faults(faults: Any, users: Collection[str]) -> None:
-    """Check what result() returned for a plan with `users`.
+    """Check the result of result() for a plan with `users`.
 
     Raises:
         Violation: it ends others, or not by a RequestFault.
@@ -266,10 +266,10 @@ def check_faults(faults: Any, users: Collection[str]) -> None:
 
 
 def check_drafts(drafts: Any, users: Collection[str], limit: int, vocab_size: int) -> None:
-    """Check what drafts() returned while `users` are live.
+    """Check the result of drafts() while `users` are live.
 
     Raises:
-        Violation: it drafts for others, too many, or what is no token.
+        Violation: it drafts for others, too many, or an id that is not a token.
     """
     if not isinstance(drafts, Mapping):
         raise DRAFTS.violation(f"drafts() returned {short_repr(drafts)}, expected a mapping")
@@ -291,7 +291,7 @@ def check_drafts(drafts: Any, users: Collection[str], limit: int, vocab_size: in
 
 
 def check_draft_limits(limits: Any, drafts: Mapping[str, Sequence[int]]) -> None:
-    """Check what limit_drafts() returned for drafts.
+    """Check the result of limit_drafts() for drafts.
 
     Raises:
         Violation: it is of others, or no number of their drafts.
@@ -313,7 +313,7 @@ def check_draft_limits(limits: Any, drafts: Mapping[str, Sequence[int]]) -> None
 
 
 def check_figures(figures: Any) -> None:
-    """Check what figures() returned for a request.
+    """Check the result of figures() for a request.
 
     Raises:
         Violation: it has other values than numbers, lists of them, and texts.
@@ -331,7 +331,7 @@ def check_figures(figures: Any) -> None:
 
 
 def check_arrays(arrays: Any, num_positions: int, forms: dict[str, tuple[Any, ...]]) -> None:
-    """Check what arrays() returned for a request, of which some positions are computed.
+    """Check the result of arrays() for a request with some computed positions.
 
     Args:
         arrays: the result.
@@ -339,7 +339,7 @@ def check_arrays(arrays: Any, num_positions: int, forms: dict[str, tuple[Any, ..
         forms: type and shape of a row by name, of earlier steps; completed.
 
     Raises:
-        Violation: it is no mapping of arrays of these positions.
+        Violation: it is not a mapping of arrays of these positions.
     """
     if not isinstance(arrays, Mapping):
         raise ARRAYS.violation(f"arrays() returned {short_repr(arrays)}, expected a mapping")
@@ -371,8 +371,8 @@ def check_arrays(arrays: Any, num_positions: int, forms: dict[str, tuple[Any, ..
             )
 
 
-def check_changed(method: str, returned: Any, given: torch.Tensor) -> None:
-    """Check what a method of a worker half returned for rows.
+def check_changed(method: str, returned: Any, before: torch.Tensor) -> None:
+    """Check the result of a worker half's method for rows.
 
     Logits may be -inf, but not all of a row.
 
@@ -381,14 +381,15 @@ def check_changed(method: str, returned: Any, given: torch.Tensor) -> None:
     """
     if returned is None:
         return
-    expected = f"expected a tensor {list(given.shape)} or None"
+    expected = f"expected a tensor {list(before.shape)} or None"
     if not isinstance(returned, torch.Tensor):
         raise WORKER.violation(f"{method}() returned {short_repr(returned)}, {expected}")
-    if returned.shape != given.shape:
+    if returned.shape != before.shape:
         raise WORKER.violation(f"{method}() returned a tensor {list(returned.shape)}, {expected}")
-    if not torch.can_cast(returned.dtype, given.dtype):
+    if not torch.can_cast(returned.dtype, before.dtype):
         raise WORKER.violation(
-            f"{method}() returned {returned.dtype}, expected what can be converted to {given.dtype}"
+            f"{method}() returned {returned.dtype}, expected a dtype that can be cast "
+            f"to {before.dtype}"
         )
     values = returned.float()
     if method == "logits":
@@ -398,10 +399,10 @@ def check_changed(method: str, returned: Any, given: torch.Tensor) -> None:
 
 
 def check_function(attend: Any) -> None:
-    """Check what around_layers() returned.
+    """Check the result of around_layers().
 
     Raises:
-        Violation: it is no function.
+        Violation: it is not a function.
     """
     if not callable(attend):
         raise WORKER.violation(
@@ -410,10 +411,10 @@ def check_function(attend: Any) -> None:
 
 
 def check_attention(out: Any, q: torch.Tensor, layer: int, called: Sequence[int]) -> None:
-    """Check a call of what around_layers() returned.
+    """Check a call of the function that around_layers() returned.
 
     Args:
-        out: what it returned.
+        out: its result.
         q: queries that it was given.
         layer: index of the layer that is computed.
         called: layers for which it called the attention.
@@ -422,9 +423,9 @@ def check_attention(out: Any, q: torch.Tensor, layer: int, called: Sequence[int]
         Violation: it gave something else than attention of this layer.
     """
     if not isinstance(out, torch.Tensor) or out.shape != q.shape:
-        found = f"a tensor {list(out.shape)}" if isinstance(out, torch.Tensor) else short_repr(out)
+        layout = f"a tensor {list(out.shape)}" if isinstance(out, torch.Tensor) else short_repr(out)
         raise WORKER.violation(
-            f"the function of around_layers() returned {found}, expected a tensor {list(q.shape)}"
+            f"the function of around_layers() returned {layout}, expected a tensor {list(q.shape)}"
         )
     if wrong := set(called) - {layer}:
         raise WORKER.violation(
@@ -434,7 +435,7 @@ def check_attention(out: Any, q: torch.Tensor, layer: int, called: Sequence[int]
 
 
 def check_report(report: Any) -> None:
-    """Check what report() returned.
+    """Check the result of report().
 
     Raises:
         Violation: it is neither bytes nor None.
@@ -448,8 +449,8 @@ def allowed_tokens(rows: np.ndarray | None, index: int, vocab_size: int) -> list
     if rows is None:
         return list(range(vocab_size))
     bits = np.unpackbits(rows[index].view(np.uint8), bitorder="little")[:vocab_size]
-    found: list[int] = np.flatnonzero(bits).tolist()
-    return found
+    token_ids: list[int] = np.flatnonzero(bits).tolist()
+    return token_ids
 
 
 def is_allowed(rows: np.ndarray | None, index: int, token: int) -> bool:

@@ -87,7 +87,7 @@ class CallTrace:
         masks: rows of each of its steps, as bytes; None where all tokens are allowed.
         rows: its rows that the worker half has changed in each step.
         masks_by_index: rows of the mask by the index of the output that they are for, and
-        rows_by_position: rows that the worker half has changed, without those of rejected drafts.
+        rows_by_position: rows that the worker half has changed, without rows of rejected drafts.
         figures: figures after each of its steps.
         arrays: rows of arrays, as bytes, by name and position.
         ended: "finished", "fault", "refused" or "aborted".
@@ -132,7 +132,7 @@ class _Live:
 
 
 class StepPartSession:
-    """Calls a half as the engine does, and checks what it returns.
+    """Calls a half like the engine does, and checks its results.
 
     Attributes:
         traces: traces of the requests that ended or live, by id; the newest of each id.
@@ -159,7 +159,7 @@ class StepPartSession:
             vocab_size: vocabulary size of the model.
             worker: calls the worker half of the part; None if it has none.
             lost: numbers of plans that are lost, before or after their mask in turn.
-            watch: whether to compare what the half is given before and after each call.
+            watch: whether to compare the inputs of the half before and after each call.
             change_weights: gives the model of the worker half other weights.
             required_arguments: key of the arguments that requests which use the part give; None if
                 others may use it, too.
@@ -367,7 +367,7 @@ class StepPartSession:
         seeds = {live.request_id: str(live.script.seed) for live in users}
         part = None if data is None else PartData(data, names)
         changed, by_position = self._worker.run(plan, part, {_OTHER: _OTHER, **seeds}, output)
-        self.effects.update(f"{what} of the worker half" for x in changed.values() for what in x)
+        self.effects.update(f"{hook} of the worker half" for x in changed.values() for hook in x)
         if output.part_reports:
             self.effects.add("report")
         return changed, by_position
@@ -431,9 +431,9 @@ class StepPartSession:
         return tokens
 
     def _guessed(self, live: _Live, outputs: Sequence[int]) -> list[int]:
-        """Return drafts of a request whose tokens are known: right ones, then at times a wrong one.
+        """Return drafts of a request with known tokens: right ones, and sometimes a wrong one.
 
-        Some drafts do not exist, as those of a proposer that had no guess.
+        Some drafts do not exist, as if a proposer had no guess.
         """
         done = len(live.request.output_token_ids)
         drawn = random.Random(f"{live.script.seed} {done} guesses")
@@ -450,15 +450,15 @@ class StepPartSession:
         return [drawn.randrange(self._vocab_size) for _ in range(count)]
 
     def _check_again(self, live: _Live, rows: Mapping[str, Any], lost: bool) -> None:
-        """Compare the mask of a plan with that of the lost plan before it."""
-        own = rows.get(live.request_id)
-        found = None if own is None else own.tobytes()
-        if live.was_lost and live.lost_rows != found:
+        """Compare the mask of a plan with the mask of the lost plan before it."""
+        request_rows = rows.get(live.request_id)
+        row_bytes = None if request_rows is None else request_rows.tobytes()
+        if live.was_lost and live.lost_rows != row_bytes:
             raise rules.LOST.violation(
                 f"the mask of {live.request_id!r} is another one when its lost plan is planned "
                 "again"
             )
-        live.was_lost, live.lost_rows = lost, found if lost else None
+        live.was_lost, live.lost_rows = lost, row_bytes if lost else None
 
     def _process(
         self,
@@ -471,7 +471,7 @@ class StepPartSession:
 
         Args:
             plan: the executed plan.
-            data: what the half gave for the worker half.
+            data: data of the half for the worker half.
             batch: requests of the plan that use the part.
             rows: the mask's rows, by request.
         """
@@ -483,11 +483,11 @@ class StepPartSession:
         faults = self._call(rules.RESULTS, "result", plan, output)
         rules.check_faults(faults, {live.request_id for live in batch})
         for live in batch:
-            own = rows.get(live.request_id)
+            request_rows = rows.get(live.request_id)
             live.trace.tokens.append(sampled[live.request_id])
-            live.trace.masks.append(None if own is None else own.tobytes())
+            live.trace.masks.append(None if request_rows is None else request_rows.tobytes())
             live.trace.rows.append(changed.get(live.request_id, {}))
-            self._keep_rows(live, sampled[live.request_id], own, by_position)
+            self._keep_rows(live, sampled[live.request_id], request_rows, by_position)
             self._keep_figures(live, len(sampled[live.request_id]))
             live.num_steps += 1
             live.sent, live.proposed = True, []
@@ -521,13 +521,15 @@ class StepPartSession:
         self,
         live: _Live,
         sampled: Sequence[int],
-        own: Any,
+        request_rows: Any,
         by_position: Mapping[str, PositionRows],
     ) -> None:
         first = len(live.request.output_token_ids)
         for index in range(len(sampled)):
-            allows_all = own is None or len(self._allowed(own, index)) == self._vocab_size
-            row = None if allows_all else own[index].tobytes()
+            allows_all = (
+                request_rows is None or len(self._allowed(request_rows, index)) == self._vocab_size
+            )
+            row = None if allows_all else request_rows[index].tobytes()
             live.trace.masks_by_index[first + index] = row
         last = live.request.num_tokens - 1 + len(sampled) - 1
         for place, values in by_position.get(live.request_id, {}).items():
@@ -549,37 +551,41 @@ class StepPartSession:
         if live.script.outputs is not None:
             return self._sample_by_index(live, rows)
         drawn = random.Random(f"{live.script.seed} {live.num_steps} tokens")
-        own, accepted = rows.get(live.request_id), list[int]()
+        request_rows, accepted = rows.get(live.request_id), list[int]()
         ends = live.request.source.eos_token_ids
         for index, token in enumerate(live.drafts):
-            if token == _NO_DRAFT or not rules.is_allowed(own, index, token) or token in ends:
+            if (
+                token == _NO_DRAFT
+                or not rules.is_allowed(request_rows, index, token)
+                or token in ends
+            ):
                 break
             accepted.append(token)
-        return [*accepted, drawn.choice(self._allowed(own, len(accepted)))]
+        return [*accepted, drawn.choice(self._allowed(request_rows, len(accepted)))]
 
-    def _allowed(self, own: Any, index: int) -> list[int]:
-        return rules.allowed_tokens(own, index, self._vocab_size)
+    def _allowed(self, request_rows: Any, index: int) -> list[int]:
+        return rules.allowed_tokens(request_rows, index, self._vocab_size)
 
     def _sample_by_index(self, live: _Live, rows: Mapping[str, Any]) -> list[int]:
-        """Return tokens, each of which depends on its index, while the drafts before were right."""
-        own, ends = rows.get(live.request_id), live.request.source.eos_token_ids
+        """Return tokens that depend on their index while the drafts before were right."""
+        request_rows, ends = rows.get(live.request_id), live.request.source.eos_token_ids
         first, sampled = len(live.request.output_token_ids), list[int]()
         for index in range(1 + len(live.drafts)):
             drawn = random.Random(f"{live.script.seed} {first + index} tokens")
-            token = drawn.choice(self._allowed(own, index))
+            token = drawn.choice(self._allowed(request_rows, index))
             sampled.append(token)
             if token in ends or live.drafts[index : index + 1] != [token]:
                 break
         return sampled
 
-    def _call(self, rule: Rule, method: str, *given: Any) -> Any:
+    def _call(self, rule: Rule, method: str, *arguments: Any) -> Any:
         """Call a method of the half; anything raised but a RequestError of a new one is wrong."""
         reads_only = self._watch and method != "publish"
-        before = snapshot(_engines_own(given)) if reads_only else None
+        before = snapshot(_engines_own(arguments)) if reads_only else None
         may_refuse = method in ("check", "gate")
         started = time.perf_counter()
         try:
-            returned = getattr(self.half, method)(*given)
+            returned = getattr(self.half, method)(*arguments)
         except Exception as cause:
             if may_refuse and isinstance(cause, RequestError):
                 self.effects.add(method)
@@ -587,8 +593,8 @@ class StepPartSession:
             raise rule.violation(f"{method}() raised {type(cause).__name__}: {cause}") from cause
         finally:
             self._seconds += time.perf_counter() - started
-        if reads_only and snapshot(_engines_own(given)) != before:
-            raise rules.READS_ONLY.violation(f"{method}() changed what it was given")
+        if reads_only and snapshot(_engines_own(arguments)) != before:
+            raise rules.READS_ONLY.violation(f"{method}() mutated its input")
         is_empty = isinstance(returned, Collection) and not returned
         if method not in _WITHOUT_EFFECT and returned is not None and not is_empty:
             self.effects.add(method)
@@ -603,27 +609,27 @@ def _output(live: _Live, sampled: Sequence[int]) -> EngineCoreOutput:
 
 
 def with_id(script: RequestScript, request_id: str, **changes: Any) -> RequestScript:
-    """Return a script whose request has another id, and other changes."""
+    """Return a script with another request id and other changes."""
     request = msgspec.structs.replace(script.request, request_id=request_id)
     return RequestScript(**{**vars(script), **changes, "request": request})
 
 
 def without_features(script: RequestScript) -> RequestScript:
-    """Return a script whose request has no features."""
+    """Return a script with a request without features."""
     request = msgspec.structs.replace(script.request, features=())
     return dataclasses.replace(script, request=request)
 
 
-def _engines_own(given: Sequence[Any]) -> list[Any]:
+def _engines_own(arguments: Sequence[Any]) -> list[Any]:
     return [
         dataclasses.replace(
-            one,
+            item,
             kv_loaded=frozenset(),
             kv_saved=frozenset(),
             invalid_block_ids=frozenset(),
             pooler_output={},
         )
-        if isinstance(one, ModelRunnerOutput)
-        else one
-        for one in given
+        if isinstance(item, ModelRunnerOutput)
+        else item
+        for item in arguments
     ]

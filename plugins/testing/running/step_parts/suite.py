@@ -62,12 +62,12 @@ from .session import RequestScript, StepPartSession, with_id, without_features
 
 USED = "requests: some use the part, and run"
 SPEED = Rule(
-    "speed: the calls of a step take no longer than a multiple of those of a plain part",
+    "speed: the calls of a step take no longer than a multiple of a plain part's",
     "follow each request from where it was in the last step, and fill only its own rows; or set "
     "`times_plain`",
 )
 
-_REQUESTS = 100  # after which sizes are compared with those after twice as many
+_REQUESTS = 100  # sizes are compared with the sizes after twice as many
 _RUNNING = 8
 _TIMED_STEPS = 15
 _LOOK = settings(
@@ -88,9 +88,9 @@ class StepPartSuite(StepPartHalves):
         prompt_pooling: parameters of their requests, if these pool.
         media: prompts with media, which it reads, too: token ids with placeholders, and items by
             modality.
-        shares: whether the part divides something among requests, so that what one gets depends
+        shares: whether the part divides something among requests, so that the results of one depend
             on the others.
-        times_plain: maximum time of a step's calls, as a multiple of those of a part that allows
+        times_plain: maximum time of a step's calls, as a multiple of a part that allows
             every token; None reports the time only.
     """
 
@@ -102,7 +102,7 @@ class StepPartSuite(StepPartHalves):
     times_plain: ClassVar[float | None] = None
 
     def requests(self) -> st.SearchStrategy[EngineCoreRequest]:
-        """Return a strategy for requests, of which most use the part; their ids are replaced.
+        """Return a strategy for requests, mostly with the part; their ids are replaced.
 
         By default they have `arguments`, if the suite has some; all of them if the part has
         `named_only`.
@@ -127,8 +127,10 @@ class StepPartSuite(StepPartHalves):
             return st.just({})
         prepared = self._drawn_arguments(self.vocab_size)
         key = f"step_parts/{self._name()}"
-        given = prepared.map(lambda own: {key: msgspec.to_builtins(own, str_keys=False)})
-        return given if self.part.named_only else given | st.just({})
+        drawn = prepared.map(
+            lambda arguments: {key: msgspec.to_builtins(arguments, str_keys=False)}
+        )
+        return drawn if self.part.named_only else drawn | st.just({})
 
     def test_contract(self) -> None:
         """The loader can check and build the class and its halves; its options survive pickling.
@@ -151,7 +153,7 @@ class StepPartSuite(StepPartHalves):
         `[rows, ceil(vocab_size / 32)]`, with 1 + drafts rows, each of which allows a token, of
         planned requests that use the part. `result` ends only these, `updated` raises nothing.
         `drafts` gives at most `num_draft_tokens` tokens of the vocabulary for each of these,
-        `limit_drafts` numbers from 0 to that of the drafts that it got. `figures` gives numbers,
+        `limit_drafts` numbers from 0 to the number of drafts that it got. `figures` gives numbers,
         lists of them, or texts.
 
         Methods of the worker half raise nothing. `embedded`, `linear`, `hidden` and `logits` give
@@ -171,7 +173,7 @@ class StepPartSuite(StepPartHalves):
 
         `prepare` raises nothing but RequestError, treats equal requests alike, keeps id and prompt,
         and changes nothing of a request that it has completed before. `reads_answer` returns a
-        bool, `validate` text or None. `output_format` gives an OutputFormat or None, whose readers
+        bool, `validate` text or None. `output_format` gives an OutputFormat or None; its readers
         take any output.
         """
         if self.part.frontend_half is StepPart.frontend_half:
@@ -197,8 +199,8 @@ class StepPartSuite(StepPartHalves):
         self._search(text, 60, check, request=requests, reasoning=markers, answer=answers)
 
     def test_prompts(self) -> None:
-        """`read_prompt` gives ids and fields of each of `prompts` and `media`, of which `prepare`
-        takes all. `cut` gives no more tokens than it is asked for.
+        """`read_prompt` returns ids and fields of each of `prompts` and `media`, and `prepare`
+        accepts all. `cut` returns at most the requested number of tokens.
         """
         if self.part.frontend_half is StepPart.frontend_half:
             pytest.skip("the part has no half in the frontend")
@@ -207,7 +209,8 @@ class StepPartSuite(StepPartHalves):
     def test_media(self) -> None:
         """`read_prompt` gives tokens of each of `media`, the same each time, and features that
         cover them in order, with an identifier for each content, which `prepare` and the engine
-        half take. It refuses other numbers of items, other modalities, and what is no media.
+        half take. It refuses other numbers of items, other modalities, and items that are not
+        media.
         """
         if self.part.frontend_half is StepPart.frontend_half:
             pytest.skip("the part has no half in the frontend")
@@ -230,9 +233,9 @@ class StepPartSuite(StepPartHalves):
         part, half = self._build_frontend_half()
         prompts = [*self.prompts, *map(prompt_of, self.media)]
         if half is not None and bool(half.prompt_keys) != bool(prompts):
-            keys, given = short_repr(half.prompt_keys), len(prompts)
-            seen = f"prompt_keys are {keys}, and the suite has {given} prompts"
-            raise PROMPTS.violation(seen if given else f"{NOTHING_DRAWN}: {seen}")
+            keys, num_prompts = short_repr(half.prompt_keys), len(prompts)
+            seen = f"prompt_keys are {keys}, and the suite has {num_prompts} prompts"
+            raise PROMPTS.violation(seen if num_prompts else f"{NOTHING_DRAWN}: {seen}")
         fields = type(part).request_fields(engine_config(self.config))
         if half is not None:
             for prompt in prompts:
@@ -283,10 +286,9 @@ class StepPartSuite(StepPartHalves):
         )
 
     def test_drafts(self) -> None:
-        """The row of a draft gets what the same row gets without drafts.
+        """The row of a draft gets the same mask and changes as the same row without drafts.
 
-        That is its mask, and what the worker half changes, of the drafts that are accepted;
-        rejected ones leave no trace.
+        This holds for accepted drafts; rejected ones leave no trace.
         """
         self._search_seen(
             DRAFT_ROWS.text,
@@ -299,7 +301,7 @@ class StepPartSuite(StepPartHalves):
 
     def test_effect(self) -> None:
         """The part does something: a method of one of its halves returns something, completes a
-        request, refuses one, or changes rows. What it does elsewhere is not proved.
+        request, refuses one, or changes rows. Effects elsewhere are not proved.
         """
         self._run_checks(EFFECT.text, self._check_effect)
 
@@ -342,7 +344,7 @@ class StepPartSuite(StepPartHalves):
         That is its gate, costs and masks, and the rows that the worker half changes.
         """
         if self.shares:
-            pytest.skip("shares is True: what a request gets depends on the others")
+            pytest.skip("shares is True: the results of a request depend on the others")
 
         def check(scripts: list[RequestScript]) -> None:
             with self._opened() as session:
@@ -356,7 +358,7 @@ class StepPartSuite(StepPartHalves):
         self._search_played(rules.ALONE.text, 30, check, scripts=self._scripts(4, min_size=2))
 
     def test_ids_used_again(self) -> None:
-        """A request with the id of one that has ended gets what it gets in a new part.
+        """A reused request id gives the same results as in a new part.
 
         The other one ended, was refused or aborted.
         """
@@ -380,16 +382,17 @@ class StepPartSuite(StepPartHalves):
         )
 
     def test_forks(self) -> None:
-        """A fork, which comes with outputs while its source runs, gets what a request gets that has
-        sampled them itself, or is refused. Its source gets the same as without it.
+        """A fork, which starts with outputs while its source runs, gets the same results as a
+        request that sampled the outputs itself, or is rejected. Its source gets the same as without
+        it.
         """
         check = functools.partial(check_fork, self._opened, shares=self.shares)
         begun = st.integers(1, 4)
         self._search_played(FORKS.text, 30, check, script=self._script(), begun=begun)
 
     def test_weights_changed(self) -> None:
-        """After `weights_changed` of both halves, requests get what they do in new halves, which
-        had these weights from the start. Skipped if neither half overrides it.
+        """After `weights_changed` of both halves, requests get the same results as in new halves
+        that had these weights from the start. Skipped if neither half overrides it.
         """
         halves = self._make()
         halves.close()
@@ -453,7 +456,7 @@ class StepPartSuite(StepPartHalves):
         check: Callable[[list[RequestScript], Callable[[], None]], None],
         scripts: st.SearchStrategy[list[RequestScript]],
     ) -> None:
-        """Search as `_search_played`; skip the test if no case has shown what it is about."""
+        """Search as `_search_played`; skip the test if no case exercised the rule."""
         seen: list[bool] = []
 
         def run(scripts: list[RequestScript]) -> None:
@@ -521,18 +524,18 @@ class StepPartSuite(StepPartHalves):
 
     def _ready(self, scripts: Sequence[RequestScript]) -> list[RequestScript]:
         """Return the scripts that run in the part; another case is drawn if there are none."""
-        found = self._running(scripts)
-        assume(found)
-        return found
+        running = self._running(scripts)
+        assume(running)
+        return running
 
     def _running(self, scripts: Sequence[RequestScript]) -> list[RequestScript]:
-        found = []
+        running = []
         for number, script in enumerate(scripts):
             tried = with_id(script, f"t{number}", arrives=0, ends="finish")
             with self._opened() as session:
                 if session.play([tried])[f"t{number}"].gate == "ready":
-                    found.append(tried)
-        return found
+                    running.append(tried)
+        return running
 
     def _check_memory(self, scripts: list[RequestScript]) -> None:
         scripts = self._ready(scripts)
@@ -574,9 +577,9 @@ class StepPartSuite(StepPartHalves):
         )
 
 
-def _nothing_drawn(what: str) -> Violation:
+def _nothing_drawn(problem: str) -> Violation:
     return Violation(
-        f"{NOTHING_DRAWN}: no request of `requests` {what}",
+        f"{NOTHING_DRAWN}: no request of `requests` {problem}",
         "override requests() with a strategy for requests that use the part and may run, or set "
         "`arguments` if it is used by requests that give some",
         USED,

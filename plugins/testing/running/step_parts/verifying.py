@@ -15,7 +15,7 @@ __all__ = ["check_verifier"]
 
 
 class ScriptedRows:
-    """The rows of a step whose tokens are known; see `DraftedStep`.
+    """The rows of a step with known tokens; see `DraftedStep`.
 
     Attributes:
         tokens: the sampled tokens, by row.
@@ -38,7 +38,7 @@ class ScriptedRows:
         self.tokens: dict[tuple[int, int], int] = {}
 
     def sample(self, rows: Sequence[tuple[int, int]]) -> list[int | None]:
-        """Return the known tokens; after them, some that are no draft."""
+        """Return the known tokens; after them, some that are not drafts."""
         before, sampled = set(self.tokens), list[int | None]()
         for index, depth in rows:
             drafts, known = self.drafts[index], self._known[index]
@@ -61,7 +61,7 @@ def check_verifier(
     plan: SchedulerOutput,
     known: Mapping[str, Sequence[int]],
 ) -> None:
-    """Check what `verify_drafts` of a half accepts in a step.
+    """Check the drafts that `verify_drafts` of a half accepts in a step.
 
     Args:
         verify: calls the half.
@@ -84,15 +84,15 @@ def check_verifier(
                 f"verify_drafts() returned {short_repr(accepted)} for {len(drafts)} requests"
             )
         for index, count in enumerate(accepted):
-            own = rows.drafts[index]
-            if type(count) is not int or not 0 <= count <= len(own):
+            request_drafts = rows.drafts[index]
+            if type(count) is not int or not 0 <= count <= len(request_drafts):
                 raise rules.VERIFIED.violation(
                     f"verify_drafts() returned {short_repr(count)} for a request with "
-                    f"{len(own)} drafts"
+                    f"{len(request_drafts)} drafts"
                 )
             tokens = [rows.tokens.get((index, depth)) for depth in range(count + 1)]
-            if None in tokens or tokens[:-1] != own[:count]:
+            if None in tokens or tokens[:-1] != request_drafts[:count]:
                 raise rules.VERIFIED.violation(
-                    f"verify_drafts() accepted {count} of the drafts {own}, and sampled "
+                    f"verify_drafts() accepted {count} of the drafts {request_drafts}, and sampled "
                     f"{tokens} in their rows"
                 )

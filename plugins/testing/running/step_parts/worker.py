@@ -46,7 +46,7 @@ def overrides(half: WorkerHalf, method: str) -> bool:
 
 
 class WorkerSteps:
-    """Calls a worker half as a worker does, and checks what it returns."""
+    """Calls a worker half like a worker does, and checks its results."""
 
     def __init__(self, half: WorkerHalf, part: str, vocab_size: int, *, watch: bool) -> None:
         """Begin without requests.
@@ -153,10 +153,10 @@ class WorkerSteps:
         for layer in range(_LAYERS):
             for stack in _STACKS if has_rows and self._overrides("linear") else ():
                 parts = [(f"model.layers.{layer}.{name}", rows) for name, rows in stack]
-                what = f"product of {parts[0][0]}"
-                x = step.values(f"{what} x", HIDDEN_SIZE)
+                label = f"product of {parts[0][0]}"
+                x = step.values(f"{label} x", HIDDEN_SIZE)
                 size = sum(rows for _, rows in stack)
-                self._change(step, "linear", what, size, before=(parts, x))
+                self._change(step, "linear", label, size, before=(parts, x))
             if has_around:
                 self._attend(attend, plain, whole, layer)
 
@@ -167,7 +167,7 @@ class WorkerSteps:
 
         Args:
             attend: from the half.
-            plain: what it has around it.
+            plain: attention around it.
             whole: rows of all requests.
             layer: index.
         """
@@ -181,31 +181,31 @@ class WorkerSteps:
         whole.keep(f"attention of layer {layer}", out, q)
 
     def _change(
-        self, step: _Step, method: str, what: str, size: int, before: tuple[Any, ...] = ()
+        self, step: _Step, method: str, label: str, size: int, before: tuple[Any, ...] = ()
     ) -> None:
-        """Let the half change rows of a step, and keep what they are then.
+        """Let the half change rows of a step, and record the changed rows.
 
         Args:
             step: the rows.
             method: method of the half.
-            what: names the values.
+            label: names the values.
             size: elements of each row.
             before: arguments before the values.
         """
-        values = step.values(what, size)
+        values = step.values(label, size)
         rows = step.names_of_rows() if method == "logits" else step.rows()
-        given = [value for value in (*before, values) if isinstance(value, torch.Tensor)]
-        copies = [value.clone() for value in given]
+        tensors = [value for value in (*before, values) if isinstance(value, torch.Tensor)]
+        copies = [value.clone() for value in tensors]
         returned = self._call(method, *before, values, rows)
         rules.check_changed(method, returned, copies[-1])
-        for value, copy in zip(given, copies, strict=True):
+        for value, copy in zip(tensors, copies, strict=True):
             is_returned = returned is not None and returned.data_ptr() == value.data_ptr()
             if not is_returned and not torch.equal(value, copy):
                 raise rules.WORKER_READS.violation(
-                    f"{method}() changed what it was given, which it did not return"
+                    f"{method}() mutated an input that it did not return"
                 )
         if returned is not None:
-            step.keep(what, returned, copies[-1])
+            step.keep(label, returned, copies[-1])
 
     def _read_result(self, names: Collection[str], output: ModelRunnerOutput) -> None:
         if self._overrides("sampled"):
@@ -217,27 +217,27 @@ class WorkerSteps:
             if report is not None:
                 output.part_reports.setdefault(self._part, {})[0] = report
 
-    def _call(self, method: str, *given: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the half; anything raised is wrong.
 
         Raises:
-            Violation: it raised, or changed a plan or another argument that is no tensor.
+            Violation: it raised, or changed a plan or another argument that is not a tensor.
         """
-        plain = [value for value in given if not isinstance(value, torch.Tensor | _Attend)]
+        plain = [value for value in arguments if not isinstance(value, torch.Tensor | _Attend)]
         before = snapshot(plain) if self._watch else None
-        returned = self._checked(method, lambda: getattr(self._half, method)(*given))
+        returned = self._checked(method, lambda: getattr(self._half, method)(*arguments))
         if self._watch and snapshot(plain) != before:
-            raise rules.WORKER_READS.violation(f"{method}() changed what it was given")
+            raise rules.WORKER_READS.violation(f"{method}() mutated its input")
         return returned
 
-    def _checked(self, what: str, function: Callable[[], Any]) -> Any:
+    def _checked(self, name: str, function: Callable[[], Any]) -> Any:
         try:
             with torch.inference_mode():
                 return function()
         except Exception as cause:
-            what = what if what == "wants_layers" else f"{what}()"
+            name = name if name == "wants_layers" else f"{name}()"
             raise rules.WORKER.violation(
-                f"{what} of the worker half raised {type(cause).__name__}: {cause}"
+                f"{name} of the worker half raised {type(cause).__name__}: {cause}"
             ) from cause
 
 
@@ -297,30 +297,32 @@ class _Step:
         pairs = zip(self.names, self._sizes, strict=True)
         return [name for name, size in pairs for _ in range(size)]
 
-    def values(self, what: str, size: int) -> torch.Tensor:
+    def values(self, label: str, size: int) -> torch.Tensor:
         """Return float32 [tokens, size]."""
         rows = [
-            _row(self._seeds[name], what, self._firsts[name] + index, size)
+            _row(self._seeds[name], label, self._firsts[name] + index, size)
             for name, count in zip(self.names, self._sizes, strict=True)
             for index in range(count)
         ]
         return torch.from_numpy(np.stack(rows))
 
-    def keep(self, what: str, values: torch.Tensor, given: torch.Tensor) -> None:
+    def keep(self, label: str, values: torch.Tensor, before_hook: torch.Tensor) -> None:
         plain, end = values.to(torch.float32), 0
         for name, count in zip(self.names, self._sizes, strict=True):
             start, end = end, end + count
-            if torch.equal(plain[start:end], given[start:end]):
+            if torch.equal(plain[start:end], before_hook[start:end]):
                 continue
-            own = plain[start:end].numpy().copy()
-            self.changed[name][what] = own
-            for index, (row, before) in enumerate(zip(own, given[start:end].numpy(), strict=True)):
+            rows = plain[start:end].numpy().copy()
+            self.changed[name][label] = rows
+            for index, (row, before) in enumerate(
+                zip(rows, before_hook[start:end].numpy(), strict=True)
+            ):
                 if not np.array_equal(row, before):
-                    self.by_position[name][what, self._firsts[name] + index] = row
+                    self.by_position[name][label, self._firsts[name] + index] = row
 
 
 @functools.lru_cache(maxsize=4096)
-def _row(seed: str, what: str, position: int, size: int) -> np.ndarray:
+def _row(seed: str, label: str, position: int, size: int) -> np.ndarray:
     """Return float32 [size]."""
-    generator = np.random.default_rng((zlib.crc32(f"{seed} {what}".encode()), position))
+    generator = np.random.default_rng((zlib.crc32(f"{seed} {label}".encode()), position))
     return generator.standard_normal(size, dtype=np.float32)

@@ -81,7 +81,8 @@ def _check_parts(plan: SchedulerOutput) -> None:
     if both := plan.preempted_request_ids & set(cached):
         raise PLAN.violation(
             f"{sorted(both)} are preempted, and scheduled as cached requests",
-            "remove a victim from the plan; one that is resumed in the same step is a NewRequest",
+            "remove a victim from the plan; a victim that is resumed in the same step is a "
+            "NewRequest",
         )
 
 
@@ -175,11 +176,11 @@ def _check_drafts(
     plan: SchedulerOutput, limits: SchedulerLimits, proposed: Mapping[str, Sequence[int]]
 ) -> None:
     for request_id, drafts in plan.draft_token_ids.items():
-        given = list(proposed.get(request_id, ()))
-        if not drafts or list(drafts) != given[: len(drafts)]:
+        proposals = list(proposed.get(request_id, ()))
+        if not drafts or list(drafts) != proposals[: len(drafts)]:
             raise PLAN.violation(
                 f"{request_id!r} is to verify the drafts {list(drafts)}, but the ones "
-                f"proposed for its next step are {given}",
+                f"proposed for its next step are {proposals}",
                 "drafts are valid for the next step only; leave out requests without drafts",
             )
         if len(drafts) > limits.num_draft_tokens:

@@ -133,14 +133,14 @@ def check_victim(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
         _add(policy, request)
         _run(policy, request, 3)
     while running:
-        given = list(running)
-        victim = policy.victim(given, _load(len(running)))
-        if given != running:
+        candidates = list(running)
+        victim = policy.victim(candidates, _load(len(running)))
+        if candidates != running:
             raise Violation("victim() changed the sequence that it was given", "copy it first")
-        again = policy.victim(given, _load(len(running)))
+        again = policy.victim(candidates, _load(len(running)))
         if again is not victim:
             raise Violation(
-                f"victim({short_repr(given)}) returned {victim!r}, then {again!r}",
+                f"victim({short_repr(candidates)}) returned {victim!r}, then {again!r}",
                 "decide by the requests and their scheduled tokens",
             )
         running.remove(victim)
@@ -162,9 +162,9 @@ def check_reads_only(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
     policy = _policy(make)
     requests = _make_requests(policy, sources)
 
-    def unchanged(method: str, *given: Any) -> None:
+    def unchanged(method: str, *arguments: Any) -> None:
         before = [_attributes(request) for request in requests]
-        getattr(policy, method)(*given)
+        getattr(policy, method)(*arguments)
         for request, values in zip(requests, before, strict=True):
             now = _attributes(request)
             if changed := [name for name, value in values.items() if now[name] != value]:
@@ -212,11 +212,11 @@ def check_state(make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequen
                 f"{now}; before it was {was}",
                 "export all that group_key depends on",
             )
-    for one, other in permutations(requests, 2):
-        was = _less("key", old.key(one), old.key(other))
-        if was != _less("key", new.key(one), new.key(other)):
+    for earlier, other in permutations(requests, 2):
+        was = _less("key", old.key(earlier), old.key(other))
+        if was != _less("key", new.key(earlier), new.key(other)):
             raise Violation(
-                f"after {short_repr(state)} was imported, the order of {one!r} and "
+                f"after {short_repr(state)} was imported, the order of {earlier!r} and "
                 f"{other!r} changed",
                 "export all that key depends on",
             )
@@ -225,9 +225,9 @@ def check_state(make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequen
 def check_memory(make: Make, sources: Sequence[EngineCoreRequest], waves: int = 40) -> None:
     """Check that a policy's attributes do not grow with the number of finished requests."""
     policy, finished = make(), waves * len(sources)
-    what = f"the policy: while {finished} requests finished"
+    description = f"the policy: while {finished} requests finished"
     fix = "in finished(), drop the notes on the request"
-    for wave in without_growth(policy, waves, what, fix, limit=finished // 2 - 1):
+    for wave in without_growth(policy, waves, description, fix, limit=finished // 2 - 1):
         run_requests(policy, sources, wave)
 
 
@@ -269,11 +269,11 @@ def check_speed(make: Make, sources: Sequence[EngineCoreRequest], budget: float)
     for request in requests:
         _add(policy, request)
     costs["victim(), per running request,"] = cpu_cost(choose, enough, rounds=5)
-    for what, seconds in costs.items():
+    for operation, seconds in costs.items():
         cost = seconds * 1e6 / count
         if cost > budget:
             raise Violation(
-                f"{what} cost {cost:.0f} microseconds, the budget is {budget:.0f}",
+                f"{operation} cost {cost:.0f} microseconds, the budget is {budget:.0f}",
                 "keep counts instead of counting again; or set budget_us_per_request",
             )
 

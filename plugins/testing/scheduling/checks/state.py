@@ -40,8 +40,8 @@ def check_pause(state: SimulatorState) -> None:
     if not state.scheduler.has_requests() and (work := _pending_work(state)) is not None:
         raise PAUSE.violation(
             f"has_requests() is False under {state.paused.name}, but {work}",
-            "let has_requests count what a pause does not hold: requests that ran under "
-            "PAUSED_NEW, passed deadlines, ends to report, transfers of a connector",
+            "let has_requests count only requests that a pause does not hold: requests that ran "
+            "under PAUSED_NEW, passed deadlines, ends to report, transfers of a connector",
         )
 
 

@@ -1,4 +1,4 @@
-"""Cached blocks without a cache: what an eviction policy sees, for calls that a test makes."""
+"""Cached blocks without a cache: the inputs of an eviction policy, for scripted calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RETAINED_SECONDS = 0.02
 
 
 class FakeBlocks:
-    """Blocks whose contents are numbers; implements `CachedBlocks` and `BlockHistory`.
+    """Blocks with numbers as contents; implements `CachedBlocks` and `BlockHistory`.
 
     Attributes:
         num_blocks: number of blocks of the cache.

@@ -68,7 +68,7 @@ class SaveJob:
 
 @dataclass
 class TransferJobs:
-    """The connector metadata of a plan: what the worker's half has to load and save."""
+    """The connector metadata of a plan: the blocks that the worker's half has to load and save."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
@@ -278,7 +278,7 @@ class WorkerTransfers:
         return None
 
     def start(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Start a plan's jobs; run those that take no further step."""
+        """Start a plan's jobs; run the jobs that take no further step."""
         jobs = plan.kv_connector_metadata
         if not isinstance(jobs, TransferJobs):
             return

@@ -19,7 +19,7 @@ class MonitoredKVCacheManager:
     """
 
     def __init__(self, inner: KVCacheManager) -> None:
-        """Wrap `inner`, whose blocks are all free."""
+        """Wrap `inner`, which must have no allocated blocks."""
         self.inner = inner
         self.block_size = inner.block_size
         self.num_blocks = inner.num_blocks
@@ -136,16 +136,16 @@ class MonitoredKVCacheManager:
         for request in self.holders.values():
             tables = self.inner.block_ids(request)
             for table in tables:
-                own = [block for block in table if block not in self.null_blocks]
-                if len(set(own)) < len(own):
+                block_ids = [block for block in table if block not in self.null_blocks]
+                if len(set(block_ids)) < len(block_ids):
                     raise BLOCKS.violation(
                         f"{request.request_id!r} has a block twice: {list(table)}"
                     )
-                if strange := [b for b in own if not 0 <= b < self.num_blocks]:
+                if strange := [b for b in block_ids if not 0 <= b < self.num_blocks]:
                     raise BLOCKS.violation(
                         f"{request.request_id!r} has block {strange[0]} of {self.num_blocks}"
                     )
-                held.update(own)
+                held.update(block_ids)
         free, usable = self.num_free_blocks, self.num_usable_blocks
         if len(held) + free != usable:
             raise BLOCKS.violation(

@@ -50,7 +50,7 @@ class _Slot:
     Attributes:
         content: None if it failed to load, or was computed from content that did.
         writer: id of the request that wrote it.
-        invalid_since: the step whose result reports it as invalid; 0 if it is valid.
+        invalid_since: the step with a result that reports it as invalid; 0 if it is valid.
     """
 
     content: KVContent | None
@@ -62,7 +62,7 @@ class KVMemory:
     """The slots of all blocks, by block and offset.
 
     Attributes:
-        last_delivered_step: the newest step whose result the scheduler got.
+        last_delivered_step: the newest step with a result that the scheduler got.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -82,7 +82,7 @@ class KVMemory:
         """Check that a slot holds a token's keys and values.
 
         Returns:
-            0 if it does; else the step whose result will report them as not loaded.
+            0 if it does; else the step with the result that will report them as not loaded.
 
         Raises:
             Violation: it holds something else.

@@ -1,4 +1,4 @@
-"""A scheduling policy whose calls and return values are recorded and checked."""
+"""A scheduling policy with recorded and checked calls and return values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hardpoint.testing.scheduling.rules import POLICY_CALLS
 from hardpoint.testing.suite import Rule, Violation, short_repr
 
 RETURN_VALUES = Rule(
-    "return values: each method returns what the contract says, and raises nothing",
+    "return values: each method returns a result as the contract states, and raises nothing",
     "return a comparable key, a hashable group, None or a reason, and a victim that is running",
 )
 
@@ -20,7 +20,7 @@ _NOTIFICATIONS = ("added", "scheduled", "preempted", "finished")
 
 
 class PolicyMonitor:
-    """Records the calls of a scheduling policy, and checks those of the scheduler.
+    """Records and checks the calls of a scheduling policy.
 
     Attributes:
         unfinished: requests added and not finished, by id.
@@ -116,26 +116,26 @@ def monitor_policy(policy: SchedulingPolicy) -> tuple[SchedulingPolicy, PolicyMo
 
 
 def _forward(method: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda _self, *given: method(*given)
+    return lambda _self, *arguments: method(*arguments)
 
 
 def _monitored_method(
     policy: SchedulingPolicy, name: str, monitor: PolicyMonitor
 ) -> Callable[..., Any]:
-    def call(_self: SchedulingPolicy, *given: Any) -> Any:
-        for argument in given:
+    def call(_self: SchedulingPolicy, *args: Any) -> Any:
+        for argument in args:
             for request in argument if isinstance(argument, Sequence) else (argument,):
                 if isinstance(request, Request):
                     monitor.give_arguments(request)
         if name in _NOTIFICATIONS:
-            getattr(monitor, name)(*given)
+            getattr(monitor, name)(*args)
         try:
-            result = getattr(policy, name)(*given)
-            declared_result(RETURN_VALUES, SchedulingPolicy, name, result, given)
+            result = getattr(policy, name)(*args)
+            declared_result(RETURN_VALUES, SchedulingPolicy, name, result, args)
         except Violation as violation:
             raise monitor.record(violation) from None
         except Exception as cause:
-            arguments = ", ".join(map(short_repr, given))
+            arguments = ", ".join(map(short_repr, args))
             message = f"{name}({arguments}) raised {type(cause).__name__}: {cause}"
             raise monitor.record(RETURN_VALUES.violation(message)) from cause
         return result

@@ -1,4 +1,4 @@
-"""Requests as the simulator tracks them: the outputs they must get, and those they got."""
+"""Requests in the simulator, with their expected and received outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Script:
     """How the scripted collaborators treat a request.
 
     Attributes:
-        transfer: what the KV connector has for it.
+        transfer: data of the KV connector for it.
         compile: how its grammar compiles; None for a request without a grammar.
         fails_after: number of output tokens after which the worker reports a fault; None for never.
         drafts: "right" proposes the tokens that follow, "wrong" others, "mixed" both, "" none.
@@ -49,11 +49,11 @@ class Reply(NamedTuple):
 
 @dataclass
 class ExpectedRequest:
-    """A request, what is expected of it, and what was observed so far.
+    """A request with its expected and observed outputs.
 
     Attributes:
         reply: the expected tokens and finish reason.
-        tokens: the tokens delivered so far, after those that it came with.
+        tokens: the tokens delivered so far, after the initial outputs.
         allowed_reasons: finish reasons other than the expected one that are right by now.
         may_exceed_cache: True if the whole cache may be too small for it.
         end_reported: True once a plan reported its end to the worker.
@@ -114,7 +114,7 @@ class ExpectedRequest:
         """Check and record an output.
 
         Raises:
-            Violation: it is not what the request must get.
+            Violation: the request must get something else.
         """
         name = repr(self.request_id)
         if client_index != self.source.client_index:
@@ -150,14 +150,14 @@ class ExpectedRequest:
         self.tokens += new
 
     def _record_logprobs(self, output: EngineCoreOutput) -> None:
-        given = output.logprobs or []
+        logprobs = output.logprobs or []
         expected = output.new_token_ids if self.source.params.wants_logprobs else []
-        if [entry.token_ids[0] for entry in given] != list(expected):
+        if [entry.token_ids[0] for entry in logprobs] != list(expected):
             raise OUTPUTS.violation(
                 f"{self.request_id!r} got the tokens {list(output.new_token_ids)} with log "
-                f"probabilities of {[entry.token_ids[0] for entry in given]}"
+                f"probabilities of {[entry.token_ids[0] for entry in logprobs]}"
             )
-        self.logprobs += given
+        self.logprobs += logprobs
         self.prompt_logprobs += output.prompt_logprobs or []
         prompt = self.source.prompt_token_ids
         resumed = self.source.resumed
@@ -179,21 +179,21 @@ class ExpectedRequest:
             )
 
     def _record_cached(self, output: EngineCoreOutput) -> None:
-        given = output.num_cached_tokens
-        if given is not None and self.num_cached_tokens is not None:
+        num_cached = output.num_cached_tokens
+        if num_cached is not None and self.num_cached_tokens is not None:
             raise OUTPUTS.violation(f"{self.request_id!r} got num_cached_tokens twice")
-        if given is not None:
-            self.num_cached_tokens = given
-            if (self.cached is not None and given > self.cached) or given < 0:
+        if num_cached is not None:
+            self.num_cached_tokens = num_cached
+            if (self.cached is not None and num_cached > self.cached) or num_cached < 0:
                 raise OUTPUTS.violation(
-                    f"{self.request_id!r} got num_cached_tokens {given}, but {self.cached} tokens "
-                    "were computed in its first plan"
+                    f"{self.request_id!r} got num_cached_tokens {num_cached}, but {self.cached} "
+                    "tokens were computed in its first plan"
                 )
         if self.num_begun:
-            if given is not None:
+            if num_cached is not None:
                 raise OUTPUTS.violation(
-                    f"{self.request_id!r} came with outputs and got num_cached_tokens {given}, "
-                    "which was sent with these"
+                    f"{self.request_id!r} came with outputs and got num_cached_tokens "
+                    f"{num_cached}, which was sent with these"
                 )
             return
         if self.tokens and self.num_cached_tokens is None:
@@ -274,7 +274,7 @@ class RequestLedger:
 
     Attributes:
         requests: the newest request of each id.
-        unreported_finished: by id, finished requests whose end no plan has reported.
+        unreported_finished: by id, finished requests with an end that no plan has reported.
     """
 
     def __init__(self, *, report_finished: bool) -> None:

@@ -34,7 +34,7 @@ class WorkerRow:
     Attributes:
         token_ids: prompt and outputs.
         tables: block ids per group.
-        computed: number of leading tokens whose keys and values are computed.
+        computed: number of leading tokens with computed keys and values.
         num_valid: number of leading tokens that were not sampled from invalid KV content.
         invalid_from: first position with invalid keys and values; None if all are valid.
         failed: True once a fault of the request was reported.
@@ -252,9 +252,9 @@ class SimulatedWorker:
                     )
 
     def _partly_computed(self, plan: SchedulerOutput) -> set[str]:
-        """Return the encoded features of which only some positions are computed.
+        """Return the encoded features with only some computed positions.
 
-        Those of a new request may be loaded: it holds none before its first step.
+        Features of a new request may be loaded: it holds none before its first step.
         """
         new = {request.source.request_id for request in plan.new_requests}
         return {

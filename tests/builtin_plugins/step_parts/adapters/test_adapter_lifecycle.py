@@ -1,4 +1,4 @@
-"""Adapters that come and go under requests: each request keeps what it was admitted with."""
+"""Adapters added and removed under requests: each request keeps the adapter of its admission."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """The folder of a model, and those of 5 adapters."""
+    """The folder of a model, and the folders of 5 adapters."""
     base = tmp_path_factory.mktemp("adapters")
     model = write_model(base / "model")
     folders = [base / f"adapter{index}" for index in range(5)]
@@ -51,19 +51,19 @@ def expected_of(adapters, dtype):
     model, folders = adapters
     cache = {"kv_cache": {"num_blocks": 64, "dtype": dtype}}
     settings = SETTINGS | {"adapters": {"max_loras": 5, "max_lora_rank": 4}} | cache
-    found = {}
+    tokens = {}
     with LLM(str(model), config=settings, max_model_len=64) as llm:
         for index, folder in enumerate([None, *folders]):
             request = None if folder is None else lora(f"a{index}", index, folder)
             for prompt in range(len(PROMPTS)):
                 (output,) = llm.generate([PROMPTS[prompt]], PARAMS, lora_request=request)
-                found[folder, prompt] = output.outputs[0].token_ids
+                tokens[folder, prompt] = output.outputs[0].token_ids
                 if folder is not None:
                     half = msgspec.structs.replace(request, scale=HALF)
                     (output,) = llm.generate([PROMPTS[prompt]], PARAMS, lora_request=half)
-                    found[folder, prompt, HALF] = output.outputs[0].token_ids
-    assert len(set(map(tuple, found.values()))) == len(found)
-    return found
+                    tokens[folder, prompt, HALF] = output.outputs[0].token_ids
+    assert len(set(map(tuple, tokens.values()))) == len(tokens)
+    return tokens
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def llm(adapters):
 
 
 class Live:
-    """A stream, its tokens so far, and what it has to give."""
+    """A stream, its tokens so far, and its expected tokens."""
 
     def __init__(self, llm, request, expected):
         self.stream = llm.stream(PROMPTS[expected[1]], PARAMS, lora_request=request)
@@ -115,9 +115,16 @@ def test_a_running_request_keeps_its_adapter_when_the_name_gets_another(llm, ada
 @pytest.mark.parametrize("mode", ["drain", "end"])
 def test_remove_while_requests_run_and_wait(llm, adapters, expected, mode):
     _, (first, second, third, *_) = adapters
-    one, two = llm.adapters.add(lora("one", 1, first)), llm.adapters.add(lora("two", 2, second))
+    first_lora, two = (
+        llm.adapters.add(lora("one", 1, first)),
+        llm.adapters.add(lora("two", 2, second)),
+    )
     three = llm.adapters.add(lora("three", 3, third))
-    lives = [Live(llm, one, (first, 0)), Live(llm, two, (second, 1)), Live(llm, three, (third, 2))]
+    lives = [
+        Live(llm, first_lora, (first, 0)),
+        Live(llm, two, (second, 1)),
+        Live(llm, three, (third, 2)),
+    ]
     none = Live(llm, None, (None, 0))
     assert lives[0].step()
     waiting = [live for live in llm.engines.live_requests() if live.waits_for is not None]
@@ -140,7 +147,7 @@ def test_remove_while_requests_run_and_wait(llm, adapters, expected, mode):
 
 
 def test_an_end_concerns_all_requests_of_a_name_and_no_others(llm, adapters, expected):
-    """Also those that have what the name stood for before, and what another name stands for."""
+    """Also requests with an earlier adapter of the name; other names stay unaffected."""
     _, (first, second, *_) = adapters
     llm.adapters.add(lora("poet", 1, first))
     old = Live(llm, lora("poet", 1), (first, 0))
@@ -211,7 +218,7 @@ SEEDS = [
 
 
 class Schedule:
-    """Actions in a random order; knows what each request has to give."""
+    """Actions in a random order, with the expected tokens of each request."""
 
     WEIGHTS: ClassVar = {"request": 8, "step": 10, "load": 4, "remove": 2, "sleep": 1, "reset": 1}
 
@@ -276,7 +283,7 @@ def test_random_schedules(adapters, opened, cache, seed):
 
 @pytest.fixture(scope="module")
 def opened(adapters, expected_by_dtype):
-    """Returns an engine with a KV cache of some form, and what its requests have to give."""
+    """Returns an engine with a KV cache of some form, and the expected tokens of its requests."""
     with contextlib.ExitStack() as stack:
 
         @functools.cache

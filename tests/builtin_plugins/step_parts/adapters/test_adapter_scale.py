@@ -1,4 +1,4 @@
-"""The scale of an adapter: a factor of what it changes, of each request."""
+"""The scale of an adapter: a factor of its products, per request."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def of_scale(folder, scale):
 
 
 def logprobs_of(output):
-    found = output.outputs[0]
-    return found.token_ids, [{t: e.logprob for t, e in at.items()} for at in found.logprobs]
+    completion = output.outputs[0]
+    return completion.token_ids, [
+        {t: e.logprob for t, e in at.items()} for at in completion.logprobs
+    ]
 
 
 @pytest.mark.parametrize("form", nightly_but(FORMS, "plain", "drafts"))
@@ -80,7 +82,7 @@ def test_the_bits_of_scale_1_and_of_scale_0(folders):
     params = all_logprobs(4)
     with LLM(str(base), config=settings_of("plain"), max_model_len=64) as llm:
         without = lora("poet", 1, adapter)
-        plain, one, half, zero, none = map(
+        plain, whole, half, zero, none = map(
             logprobs_of,
             llm.generate(
                 [PROMPT] * 5,
@@ -88,7 +90,7 @@ def test_the_bits_of_scale_1_and_of_scale_0(folders):
                 lora_request=[without, *(of_scale(adapter, s) for s in (1.0, 0.5, 0.0)), None],
             ),
         )
-        assert plain == one != half
+        assert plain == whole != half
         assert zero == none != half
         llm.reset_prefix_cache()
         (alone,) = llm.generate([PROMPT], params, lora_request=without)
@@ -97,7 +99,7 @@ def test_the_bits_of_scale_1_and_of_scale_0(folders):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scale_is_that_of_alpha(folders, tmp_path, dtype):
-    """In bfloat16, too, what an adapter changes is scaled before it is rounded."""
+    """In bfloat16, too, the products of an adapter are scaled before they are rounded."""
     base, adapter, _ = folders
     write_adapter(tmp_path, write_model(tmp_path / "model"), seed=1, r=4, lora_alpha=2)
     settings = settings_of("plain", dtype=dtype, adapters={"max_loras": 2, "max_lora_rank": 4})
@@ -133,8 +135,8 @@ def test_keys_of_scales():
         )
         return sharing_key(request), tuple(extra_keys(request, 0, 2, 16).items())
 
-    found = [keys(scale) for scale in (None, 1.0, 0.5, 0.25, 0.0)]
-    assert len(set(found)) == 5
+    scale_keys = [keys(scale) for scale in (None, 1.0, 0.5, 0.25, 0.0)]
+    assert len(set(scale_keys)) == 5
     assert keys(0.5) == keys(0.5)
 
 

@@ -48,9 +48,9 @@ def settings_of(form="plain", **fields):
     return {"adapters": adapters, "kv_cache": {"num_blocks": 32}, **FORMS[form]} | fields
 
 
-def check(llm, name, given):
+def check(llm, name, adapter):
     (output,) = llm.generate([PROMPT], all_logprobs(3), lora_request=lora(name, 1))
-    assert difference(output, PROMPT, given.merged) < NEAR
+    assert difference(output, PROMPT, adapter.merged) < NEAR
 
 
 @pytest.mark.parametrize("form", nightly_but(FORMS, "plain", "process"))
@@ -59,12 +59,12 @@ def test_tensors_are_found_again_and_freed(base, form):
     model, (first, second, third) = base
     with LLM(model, config=settings_of(form), max_model_len=64) as llm:
         mine = {name: tensor.clone() for name, tensor in first.tensors.items()}
-        one = llm.adapters.add(lora("one", 1), mine, first.config)
+        request = llm.adapters.add(lora("one", 1), mine, first.config)
         for tensor in mine.values():  # which are the program's again
             tensor.fill_(torch.nan)
         two = llm.adapters.add(lora("two", 2), second.tensors, second.config)
-        assert one.content_hash != two.content_hash
-        folders = [Path(one.path), Path(two.path)]
+        assert request.content_hash != two.content_hash
+        folders = [Path(request.path), Path(two.path)]
         assert all(folder.is_dir() for folder in folders)
         check(llm, "one", first)
         (of_two,) = llm.generate([PROMPT], all_logprobs(3), lora_request=two)
@@ -86,25 +86,27 @@ def test_tensors_are_found_again_and_freed(base, form):
 def test_a_request_keeps_removed_tensors_to_its_end(base):
     model, (first, *_) = base
     with LLM(model, config=settings_of(), max_model_len=64) as llm:
-        one = llm.adapters.add(lora("one", 1), first.tensors, first.config)
-        stream = llm.stream(PROMPT, SamplingParams(max_tokens=9, temperature=0), lora_request=one)
+        request = llm.adapters.add(lora("one", 1), first.tensors, first.config)
+        stream = llm.stream(
+            PROMPT, SamplingParams(max_tokens=9, temperature=0), lora_request=request
+        )
         next(stream)
         assert llm.adapters.remove(1)
-        assert Path(one.path).exists()
+        assert Path(request.path).exists()
         llm.sleep(2, "keep")
         llm.wake_up()
         tokens = [token for output in stream for token in output.outputs[0].token_ids]
         assert len(tokens) == 8
         llm.generate([PROMPT], SamplingParams(max_tokens=1))  # whose plan reports it
-        assert not Path(one.path).exists()
+        assert not Path(request.path).exists()
 
 
 def test_each_engine_keeps_tensors_as_long_as_it_needs_them(base):
     model, (first, second, _) = base
     several = {"parallel": {"data": 2}, "engine": {"in_process": False}}
     with LLM(model, config=settings_of(**several), max_model_len=64) as llm:
-        one = llm.adapters.add(lora("one", 1), first.tensors, first.config)
-        (folder,) = Path(one.path).parents[:1]
+        request = llm.adapters.add(lora("one", 1), first.tensors, first.config)
+        (folder,) = Path(request.path).parents[:1]
         assert len(list(folder.iterdir())) == 2
         two = llm.adapters.add(lora("two", 2), second.tensors, second.config)  # takes its place
         for output in llm.generate([PROMPT] * 4, all_logprobs(3), lora_request=two):
@@ -121,12 +123,12 @@ def test_equal_tensors_are_one_content(base):
     model, (first, *_) = base
     backwards = dict(reversed(first.config.items()))
     with LLM(model, config=settings_of(), max_model_len=64) as llm:
-        one = llm.adapters.add(lora("one", 1), first.tensors, first.config)
+        request = llm.adapters.add(lora("one", 1), first.tensors, first.config)
         same = llm.adapters.add(lora("same", 2), dict(reversed(first.tensors.items())), backwards)
-        assert one.content_hash == same.content_hash
+        assert request.content_hash == same.content_hash
         assert llm.adapters.remove(2)
         check(llm, "one", first)
-    assert not Path(one.path).exists()
+    assert not Path(request.path).exists()
 
 
 def test_async(base):
@@ -146,86 +148,86 @@ def test_async(base):
 
 
 def changed(tensors, change):
-    found = {name: tensor.clone() for name, tensor in tensors.items()}
-    change(found)
-    return found
+    clones = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(clones)
+    return clones
 
 
 A, B = Q0.format("A"), Q0.format("B")
 WRONG = {
     "path": (
-        lambda given: ({"path": given.folder}, given.tensors, given.config),
+        lambda adapter: ({"path": adapter.folder}, adapter.tensors, adapter.config),
         RequestError,
         "lora.path: expected an empty one, as tensors are given, got '",
     ),
     "no config": (
-        lambda given: ({}, given.tensors, None),
+        lambda adapter: ({}, adapter.tensors, None),
         RequestError,
         "config: expected the fields of adapter_config.json .*, as tensors are given, got None",
     ),
     "no tensors": (
-        lambda given: ({}, None, given.config),
+        lambda adapter: ({}, None, adapter.config),
         RequestError,
         "config: expected none without tensors",
     ),
     "empty": (
-        lambda given: ({}, {}, given.config),
+        lambda adapter: ({}, {}, adapter.config),
         RequestError,
         "tensors: expected tensors by their names, got none",
     ),
     "list": (
-        lambda given: ({}, list(given.tensors.values()), given.config),
+        lambda adapter: ({}, list(adapter.tensors.values()), adapter.config),
         RequestError,
         "tensors: expected tensors by their names, got",
     ),
     "no tensor": (
-        lambda given: ({}, {A: 3}, given.config),
+        lambda adapter: ({}, {A: 3}, adapter.config),
         RequestError,
         "tensors: expected tensors by their names, got 3 for '",
     ),
     "object": (
-        lambda given: ({}, given.tensors, given.config | {"task_type": object()}),
+        lambda adapter: ({}, adapter.tensors, adapter.config | {"task_type": object()}),
         RequestError,
         "config: expected the fields of adapter_config.json",
     ),
     "nan": (
-        lambda given: (
+        lambda adapter: (
             {},
-            changed(given.tensors, lambda found: found[A].fill_(torch.nan)),
-            given.config,
+            changed(adapter.tensors, lambda tensors: tensors[A].fill_(torch.nan)),
+            adapter.config,
         ),
         ModelError,
         "q_proj.lora_A: expected finite numbers, got NaN",
     ),
     "shape": (
-        lambda given: (
+        lambda adapter: (
             {},
-            changed(given.tensors, lambda found: found.update({B: torch.zeros(7, 4)})),
-            given.config,
+            changed(adapter.tensors, lambda tensors: tensors.update({B: torch.zeros(7, 4)})),
+            adapter.config,
         ),
         ModelError,
         r"lora_B of 64 rows, as the model's matrix is \[64, 64\], got 64 and 7",
     ),
     "module": (
-        lambda given: (
+        lambda adapter: (
             {},
-            {name.replace("layers.0", "layers.9"): t for name, t in given.tensors.items()},
-            given.config,
+            {name.replace("layers.0", "layers.9"): t for name, t in adapter.tensors.items()},
+            adapter.config,
         ),
         ModelError,
         "'bad': the model has no linear layer model.layers.9",
     ),
     "rank": (
-        lambda given: (
+        lambda adapter: (
             {},
             {A: torch.zeros(5, 64), B: torch.zeros(64, 5)},
-            given.config | {"r": 5},
+            adapter.config | {"r": 5},
         ),
         ModelError,
         "at most 4, adapters.max_lora_rank, got 5",
     ),
     "field": (
-        lambda given: ({}, given.tensors, given.config | {"use_dora": True}),
+        lambda adapter: ({}, adapter.tensors, adapter.config | {"use_dora": True}),
         ModelError,
         "use_dora: expected false",
     ),
@@ -254,9 +256,9 @@ def test_no_room_is_one_error(llm, base, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hardpoint.calls.weights.write_tensors", full)
-    given = base[1][0]
+    adapter = base[1][0]
     with pytest.raises(Exception, match=r"tensors: .* cannot be written to .*: .*No space left"):
-        llm.adapters.add(lora("bad", 1), given.tensors, given.config)
+        llm.adapters.add(lora("bad", 1), adapter.tensors, adapter.config)
     assert llm.adapters.list() == []
 
 

@@ -1,4 +1,4 @@
-"""Adapters that ranks read again after a sleep: one that cannot be read ends its own requests."""
+"""Adapters read again after a sleep: an unreadable adapter fails its own requests."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_folder_of_the_configuration_that_went_away_wakes_up(base, tmp_path):
 
 
 class Ranks:
-    """The worker halves of two ranks, which answer what a test wants."""
+    """The worker halves of two ranks, with answers that a test sets."""
 
     def __init__(self):
         self.progress = [Progress(is_done=True, content=CONTENT)] * 2

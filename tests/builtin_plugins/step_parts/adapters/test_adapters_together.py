@@ -1,4 +1,4 @@
-"""Adapters with all that steps do besides: each request gets what it gets alone."""
+"""Adapters with all other features of steps: each request gets the same as alone."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_adapters_of_a_batch_are_as_each_alone(folders, form):
     models = [model, *merged.values()]
     for index, output in enumerate(together):
         if index % 8 != 7:
-            own = models[index % len(models)]
-            assert difference(output, prompts[index], own) < NEAR, index
+            reference = models[index % len(models)]
+            assert difference(output, prompts[index], reference) < NEAR, index
 
 
 def test_the_same_prompt_shares_blocks_by_content_alone(folders):
@@ -153,19 +153,19 @@ def test_async(folders):
 
 
 def test_vectors_are_those_of_the_merged_model(folders):
-    """Calls that pool load adapters as those that generate do."""
+    """Calls that pool load adapters in the same way as calls that generate."""
     model, base, merged = folders
-    (first, one), (second, other), *_ = merged.items()
+    (first, merged_first), (second, other), *_ = merged.items()
     prompt = [7, 9, 11, 13, 2]
 
     @torch.no_grad()
-    def expected(own):
-        vector = own.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    def expected(reference):
+        vector = reference.model(torch.tensor([prompt])).last_hidden_state[0, -1]
         return torch.nn.functional.normalize(vector, dim=0).numpy()
 
     def check(outputs, models):
-        for output, own in zip(outputs, models, strict=True):
-            np.testing.assert_allclose(output.outputs, expected(own), atol=NEAR)
+        for output, reference in zip(outputs, models, strict=True):
+            np.testing.assert_allclose(output.outputs, expected(reference), atol=NEAR)
 
     async def run():
         async with AsyncLLM(str(base), config=settings_of("plain"), max_model_len=64) as llm:
@@ -173,10 +173,10 @@ def test_vectors_are_those_of_the_merged_model(folders):
             batch = await llm.encode_batch([prompt] * 2, lora_request=lora("two", 2, second))
             return [*alone, *batch]
 
-    check(asyncio.run(run()), [one, other, other])
+    check(asyncio.run(run()), [merged_first, other, other])
     with LLM(str(base), config=settings_of("plain"), max_model_len=64) as llm:
         chosen = [lora("one", 1, first), None, lora("two", 2, second)]
-        check(llm.embed([prompt] * 3, lora_request=chosen), [one, model, other])
+        check(llm.embed([prompt] * 3, lora_request=chosen), [merged_first, model, other])
         check(llm.embed([prompt], lora_request=lora("two", 2)), [other])
         with pytest.raises(RequestError, match="^lora_request: expected one of 'one', 'two', or"):
             llm.embed([prompt], lora_request=lora("three", 3))

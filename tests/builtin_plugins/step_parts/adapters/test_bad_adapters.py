@@ -35,19 +35,19 @@ def llm(base):
 def tensors(change):
     def apply(folder):
         file = folder / "adapter_model.safetensors"
-        found = load_file(file)
-        change(found)
-        save_file(found, file)
+        stored = load_file(file)
+        change(stored)
+        save_file(stored, file)
 
     return apply
 
 
 def renamed(old, new):
-    return tensors(lambda found: found.__setitem__(new, found.pop(old)))
+    return tensors(lambda stored: stored.__setitem__(new, stored.pop(old)))
 
 
 def set_value(name, value):
-    return tensors(lambda found: found[name].__setitem__((0, 0), value))
+    return tensors(lambda stored: stored[name].__setitem__((0, 0), value))
 
 
 def pickled(folder):
@@ -102,8 +102,8 @@ CASES = {
     "rank zero": (config(r=0), "r: expected a rank of at least 1, got 0"),
     "rank differs": (config(r=3), r"q_proj: expected rank 3, .* lora_A \[4, 64\]"),
     "alpha": (config(lora_alpha=None), r"lora_alpha"),
-    "alpha too large": (config(lora_alpha=1e308), "q_proj: expected a change .* of 2.5e.307"),
-    "alpha overflows": (config(lora_alpha=1e42), "q_proj: expected a change whose numbers float32"),
+    "alpha too large": (config(lora_alpha=1e308), "q_proj: expected finite .* of 2.5e.307"),
+    "alpha overflows": (config(lora_alpha=1e42), "q_proj: expected finite products in"),
     "sparse": (
         lambda folder: os.truncate(folder / "adapter_model.safetensors", 1 << 31),
         "adapter_model.safetensors: expected [0-9]+ bytes of tensors, as the header has it, got 2",
@@ -117,57 +117,57 @@ CASES = {
     "cut": (written("adapter_model.safetensors", b"\x08" + b"\0" * 7 + b'{"a": 1}'), "safetensors"),
     "nan": (set_value(A, float("nan")), "q_proj.lora_A: expected finite numbers, got NaN"),
     "inf": (set_value(B, float("inf")), "q_proj.lora_B: expected finite numbers"),
-    "no B": (tensors(lambda found: found.pop(B)), "q_proj: expected lora_B, as there is lora_A"),
-    "no A": (tensors(lambda found: found.pop(A)), "q_proj: expected lora_A, as there is lora_B"),
+    "no B": (tensors(lambda stored: stored.pop(B)), "q_proj: expected lora_B, as there is lora_A"),
+    "no A": (tensors(lambda stored: stored.pop(A)), "q_proj: expected lora_A, as there is lora_B"),
     "other name": (renamed(A, A.replace("A.weight", "magnitude")), "lora_magnitude: expected"),
     "long name": (renamed(A, A.replace("q_proj", "q" * 600)), r"at most 512 characters"),
     "no prefix": (renamed(A, A.removeprefix("base_model.")), "model.layers.0.*expected tensors"),
     "layer": (
         tensors(
-            lambda found: found.update(
-                {n.replace("rs.0.", "rs.7."): found.pop(n) for n in (A, B)}
+            lambda stored: stored.update(
+                {n.replace("rs.0.", "rs.7."): stored.pop(n) for n in (A, B)}
             )
         ),
         r"'bad': the model has no linear layer model.layers.7.self_attn.q_proj, which",
     ),
     "tower": (
         tensors(
-            lambda found: found.update(
-                {n.replace("model.lay", "vision_model.lay"): found.pop(n) for n in (A, B)}
+            lambda stored: stored.update(
+                {n.replace("model.lay", "vision_model.lay"): stored.pop(n) for n in (A, B)}
             )
         ),
         "no linear layer vision_model.layers.0.self_attn.q_proj",
     ),
     "twice": (
         tensors(
-            lambda found: found.update(
-                {n.replace("l.lay", "l.language_model.lay"): found[n].clone() for n in (A, B)}
+            lambda stored: stored.update(
+                {n.replace("l.lay", "l.language_model.lay"): stored[n].clone() for n in (A, B)}
             )
         ),
         "q_proj: expected one change of each layer, got model.*layers.0.self_attn.q_proj too",
     ),
     "two names": (
-        tensors(lambda found: found.update({A.replace(".w", ".default.w"): found[A].clone()})),
+        tensors(lambda stored: stored.update({A.replace(".w", ".default.w"): stored[A].clone()})),
         "expected one lora_A of model.layers.0.self_attn.q_proj, got two",
     ),
     "embeddings": (
         tensors(
-            lambda found: found.update(
-                {n.replace("layers.0.self_attn.q_proj", "lm_head"): found.pop(n) for n in (A, B)}
+            lambda stored: stored.update(
+                {n.replace("layers.0.self_attn.q_proj", "lm_head"): stored.pop(n) for n in (A, B)}
             )
         ),
         "lm_head: adapters of embeddings and of the head are not supported",
     ),
     "shape": (
-        tensors(lambda found: found.update({B: torch.zeros(72, 4)})),
+        tensors(lambda stored: stored.update({B: torch.zeros(72, 4)})),
         r"lora_B of 64 rows, as the model's matrix is \[64, 64\], got 64 and 72",
     ),
     "dtype": (
-        tensors(lambda found: found.update({A: found[A].to(torch.int32)})),
+        tensors(lambda stored: stored.update({A: stored[A].to(torch.int32)})),
         "lora_A: expected a matrix of floating-point numbers of .* got torch.int32",
     ),
     "float8": (
-        tensors(lambda found: found.update({B: found[B].to(torch.float8_e4m3fn)})),
+        tensors(lambda stored: stored.update({B: stored[B].to(torch.float8_e4m3fn)})),
         r"safetensors: model.*q_proj.lora_B: expected .* .* got torch.float8_e4m3fn",
     ),
 }  # fmt: skip
@@ -201,7 +201,7 @@ def test_requests_and_calls(llm, base):
         ("good", RequestError, "lora_request: expected a LoRARequest, got 'good'"),
         (lora("", 1), RequestError, "lora.name: expected a name"),
         (lora("good", 0), RequestError, "lora.id: expected at least 1, got 0"),
-        (lora("other", 1, good), RequestError, "lora.id: 1 is that of 'good', got it for 'other'"),
+        (lora("other", 1, good), RequestError, "lora.id: 1 belongs to 'good', got it for 'other'"),
         (lora("other", 2), RequestError, "expected one of 'good', or the path .* got 'other'"),
         (lora("good", 1, base), RequestError, "lora_request.path: 'good' was loaded from"),
         (LoRARequest("good", 1, "", "0" * 64), RequestError, "content_hash: 'good' has content"),

@@ -36,9 +36,9 @@ def test_the_slot_that_was_not_used_for_longest_gets_another_content():
         leases.release(content)
     assert leases.acquire("again", "a") is None
     leases.release("again")
-    kept = leases.slot("a")
+    slot = leases.slot("a")
     assert leases.acquire("c", "c") is None
-    assert leases.slot("a") == kept
+    assert leases.slot("a") == slot
 
 
 def test_a_request_that_waits_long_is_next():

@@ -1,4 +1,4 @@
-"""Adapters beside PEFT: the logprobs of a request are those of the merged model."""
+"""Adapters beside PEFT: the logprobs of a request are equal to the merged model's."""
 
 from __future__ import annotations
 

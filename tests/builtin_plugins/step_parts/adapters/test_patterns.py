@@ -1,4 +1,4 @@
-"""Keys of rank_pattern and alpha_pattern match what PEFT matches, in linear time."""
+"""Keys of rank_pattern and alpha_pattern match as in PEFT, in linear time."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_the_first_key_that_matches_counts_as_in_peft(keys, step):
     keys = keys[::step]
     patterns = ModulePatterns({key: index for index, key in enumerate(keys)})
     for module in MODULES:
-        found = get_pattern_key(keys, module)
-        expected = keys.index(found) if found in keys else -1
+        key = get_pattern_key(keys, module)
+        expected = keys.index(key) if key in keys else -1
         assert patterns.value_of(module, -1) == expected, (keys, module)
 
 

@@ -1,4 +1,4 @@
-"""Slots of adapters on a device whose memory runs out, which may be free again later."""
+"""Adapter slots on a device out of memory, which may be free again later."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def values(slots, index):
 def test_slots_are_allocated_again_where_that_failed(slots, monkeypatch):
     real, calls = torch.zeros, []
 
-    def zeros(*given, **named):
-        calls.append(given)
+    def zeros(*shape, **named):
+        calls.append(shape)
         if len(calls) == 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(*given, **named)
+        return real(*shape, **named)
 
     monkeypatch.setattr(torch, "zeros", zeros)
     with pytest.raises(torch.OutOfMemoryError):

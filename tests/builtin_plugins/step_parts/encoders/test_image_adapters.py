@@ -32,7 +32,7 @@ def open_llm(folder: Path, **tables: Any) -> LLM:
 
 
 def write_merged(folder: Path, base: Path) -> tuple[Path, Path]:
-    """Write an adapter of the text model; return its folder, and that of a model that has it."""
+    """Write an adapter of the text model; return its folder, and the folder of the merged model."""
     model = transformers.Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     merged = write_adapter(base / "adapter", model, target_modules=OF_TEXT, size=0.2)
     shutil.copytree(folder, base / "merged")
@@ -45,13 +45,13 @@ def test_prompts_with_images_get_what_a_model_with_these_weights_gives(folder, t
     changed, plain = reference(merged), reference(folder)
     with open_llm(folder, scheduler={"max_num_batched_tokens": 24}) as llm:
         requests = [lora("poet", 1, adapter), None] * len(PROMPTS)
-        given = [one for one in PROMPTS for _ in range(2)]
-        outputs = llm.generate(given, PARAMS, lora_request=requests)
-    for one, asked, output in zip(given, requests, outputs, strict=True):
-        own, other = (changed, plain) if asked else (plain, changed)
-        assert distance(output.prompt_logprobs, own.logprobs(one)[1]) < 1e-4
-        assert distance(output.prompt_logprobs, other.logprobs(one)[1]) > 1e-2
-        assert output.outputs[0].token_ids == own.greedy(one, 4)
+        prompts = [item for item in PROMPTS for _ in range(2)]
+        outputs = llm.generate(prompts, PARAMS, lora_request=requests)
+    for item, lora_request, output in zip(prompts, requests, outputs, strict=True):
+        used, other = (changed, plain) if lora_request else (plain, changed)
+        assert distance(output.prompt_logprobs, used.logprobs(item)[1]) < 1e-4
+        assert distance(output.prompt_logprobs, other.logprobs(item)[1]) > 1e-2
+        assert output.outputs[0].token_ids == used.greedy(item, 4)
 
 
 def test_an_adapter_of_the_tower_is_refused_by_the_name_of_its_module(folder, tmp_path):

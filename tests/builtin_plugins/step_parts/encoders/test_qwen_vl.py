@@ -153,7 +153,7 @@ REFUSED = {
     ),
     "too long a side": (
         {"prompt": IMAGE, "multi_modal_data": {"image": [np.zeros((1, 300, 3), np.uint8)]}},
-        r"multi_modal_data.image\[0\]: expected an image whose longer side is at most 200 times",
+        r"multi_modal_data.image\[0\]: expected an image with a longer side of at most 200 times",
     ),
     "too many tokens": (
         {"prompt": IMAGE * 16, "multi_modal_data": {"image": [image(3)] * 16}},
@@ -195,7 +195,7 @@ CONFIGS = {
     "patches": (
         "preprocessor_config.json",
         lambda fields: fields.update(patch_size=7),
-        r"image processor: patch_size: expected 4, that of the config",
+        r"image processor: patch_size: expected 4 as in the config",
     ),
     "interpolation": (
         "preprocessor_config.json",

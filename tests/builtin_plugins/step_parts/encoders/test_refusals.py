@@ -106,9 +106,9 @@ def of_three_images(folder):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(of_three_images, name):
-    given, words = REFUSED[name]
+    bad_prompt, words = REFUSED[name]
     with pytest.raises(RequestError, match=words):
-        of_three_images.generate([given], GREEDY)
+        of_three_images.generate([bad_prompt], GREEDY)
 
 
 def test_a_refused_prompt_disturbs_no_other(llm):
@@ -122,8 +122,8 @@ def test_a_refused_prompt_disturbs_no_other(llm):
 
 
 def test_a_placeholder_is_one_only_with_images(llm):
-    given = [IMAGE, {"prompt": IMAGE, "multi_modal_data": {}}, {"prompt": IMAGE}]
-    for output in llm.generate(given, GREEDY):
+    prompts = [IMAGE, {"prompt": IMAGE, "multi_modal_data": {}}, {"prompt": IMAGE}]
+    for output in llm.generate(prompts, GREEDY):
         assert output.prompt_token_ids == [4]
     (output,) = llm.generate([media(IMAGES[0], text=IMAGE)], GREEDY)
     assert output.prompt_token_ids == [8, 4, *[6] * SOFT_TOKENS, 5, 8]
@@ -133,18 +133,18 @@ def test_all_forms_of_an_image_are_the_same(llm):
     from PIL import Image as Pillow
 
     array = IMAGES[0]
-    own = Image(array.shape[1], array.shape[0], array.tobytes())
-    forms = [[array], array, [own], own, [Pillow.fromarray(array)], (array,)]
+    image = Image(array.shape[1], array.shape[0], array.tobytes())
+    forms = [[array], array, [image], image, [Pillow.fromarray(array)], (array,)]
     prompts: list[Any] = [
         {"prompt": f"see {IMAGE}", "multi_modal_data": {"image": form}} for form in forms
     ]
     ids = llm.tokenizer.encode(f"see {IMAGE}", add_special_tokens=False)
     typed = {"type": "token", "prompt_token_ids": ids, "cache_salt": "its own"}
-    for given in ({"prompt_token_ids": ids}, typed):
-        prompts.append({**given, "multi_modal_data": {"image": array}})
-    found = llm.generate(prompts, GREEDY)
-    assert len({tuple(output.outputs[0].token_ids) for output in found}) == 1
-    assert len({tuple(output.prompt_token_ids) for output in found}) == 1
+    for base in ({"prompt_token_ids": ids}, typed):
+        prompts.append({**base, "multi_modal_data": {"image": array}})
+    outputs = llm.generate(prompts, GREEDY)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    assert len({tuple(output.prompt_token_ids) for output in outputs}) == 1
 
 
 def test_a_prompt_with_images_is_not_cut(llm):
@@ -210,8 +210,8 @@ def test_async_prompts_with_images_are_placed_beside_others(folder):
     async def run() -> list[list[int]]:
         async with AsyncLLM(str(folder), config=settings()) as llm:
 
-            async def one(given: Any) -> list[int]:
-                async for output in llm.generate(given, GREEDY):
+            async def one(item: Any) -> list[int]:
+                async for output in llm.generate(item, GREEDY):
                     last = output
                 return last.outputs[0].token_ids
 
@@ -219,7 +219,7 @@ def test_async_prompts_with_images_are_placed_beside_others(folder):
                 await one(media(*IMAGES))
             return await asyncio.gather(*map(one, [media(IMAGES[0]), "abc", media(IMAGES[1])]))
 
-    found = asyncio.run(run())
+    tokens = asyncio.run(run())
     with LLM(str(folder), config=settings()) as llm:
         outputs = llm.generate([media(IMAGES[0]), "abc", media(IMAGES[1])], GREEDY)
-    assert found == [output.outputs[0].token_ids for output in outputs]
+    assert tokens == [output.outputs[0].token_ids for output in outputs]

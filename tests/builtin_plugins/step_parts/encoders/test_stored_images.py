@@ -1,4 +1,4 @@
-"""Blocks of prompts with images in KV stores: found again, and never those of another image."""
+"""Blocks of prompts with images in KV stores: found again, never for another image."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def open_llm(folder: Path, stores: list[str], **plugin: Any) -> LLM:
 def results(output: Any) -> tuple[list[int], list[dict[int, float]]]:
     (completion,) = output.outputs
     assert completion.finish_reason == "length", completion.error
-    values = [{t: one.logprob for t, one in entry.items()} for entry in completion.logprobs]
+    values = [{t: logprob.logprob for t, logprob in entry.items()} for entry in completion.logprobs]
     return completion.token_ids, values
 
 
-def asked(llm: LLM, given: Any, expected: int) -> Any:
+def asked(llm: LLM, prompt: Any, expected: int) -> Any:
     """Return the output of a prompt after a reset of the caches.
 
     Blocks are stored in threads: it is asked again until the stores have this many of its tokens.
@@ -50,7 +50,7 @@ def asked(llm: LLM, given: Any, expected: int) -> Any:
     while True:
         llm.reset_prefix_cache()
         llm.engines.reset_encoder_cache()
-        (output,) = llm.generate([given], GREEDY)
+        (output,) = llm.generate([prompt], GREEDY)
         if output.num_cached_tokens >= expected or time.monotonic() > deadline:
             return output
 
@@ -79,9 +79,9 @@ def alone(folder) -> dict[str, Any]:
     cache = {"block_size": 8, "window_groups": False, "prefix_caching": False}
     with LLM(str(folder), config=config | {"kv_cache": cache}) as llm:
         every = [*PROMPTS.values(), *OTHERS.values()]
-        found = [results(llm.generate([given], GREEDY)[0]) for given in every]
+        outputs = [results(llm.generate([prompt], GREEDY)[0]) for prompt in every]
     names = [*PROMPTS, *(f"other {name}" for name in OTHERS)]
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, outputs, strict=True))
 
 
 @pytest.mark.parametrize("name", nightly_but(PROMPTS, "two"))
@@ -91,7 +91,7 @@ def test_another_image_at_the_same_placeholders_shares_no_block(folder, alone, n
         first = asked(llm, PROMPTS[name], 0)
         again = asked(llm, PROMPTS[name], whole_blocks(first))
         other = asked(llm, OTHERS[name], begin)
-        both = [asked(llm, given, whole_blocks(first)) for given in (OTHERS[name], PROMPTS[name])]
+        both = [asked(llm, prompt, whole_blocks(first)) for prompt in (OTHERS[name], PROMPTS[name])]
     assert first.prompt_token_ids == other.prompt_token_ids
     counts = [output.num_cached_tokens for output in (first, again, other, *both)]
     assert counts == [0, whole_blocks(first), begin, *[whole_blocks(first)] * 2]
@@ -115,11 +115,11 @@ def test_stored_blocks_of_images_are_found_again(folder, alone, tmp_path, monkey
     tables = {**MEMORY, "disk": {"path": str(tmp_path / "blocks"), "size_bytes": 1 << 24}}
     tables = {name: tables[name] for name in stores}
     with open_llm(folder, stores, **tables) as llm:
-        for name, given in PROMPTS.items():
-            first = asked(llm, given, 0)
-            asked(llm, given, whole_blocks(first))
+        for name, prompt in PROMPTS.items():
+            first = asked(llm, prompt, 0)
+            asked(llm, prompt, whole_blocks(first))
             encoded.clear()
-            again = asked(llm, given, whole_blocks(first))
+            again = asked(llm, prompt, whole_blocks(first))
             assert results(first) == results(again) == alone[name]
             assert again.num_cached_tokens == whole_blocks(again)
             assert not encoded  # what is loaded needs no embeddings

@@ -1,4 +1,4 @@
-"""Encoders and what is loaded: names of checkpoints, few bits, other weights, sleep."""
+"""Encoders and their weights: names in checkpoints, quantization, weight updates, sleep."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def results(outputs) -> list[Any]:
 
 
 def copy_of(folder: Path, target: Path, change) -> Path:
-    """Return a copy of a model whose tensors are changed."""
+    """Return a copy of a model with changed tensors."""
     shutil.copytree(folder, target)
     path = target / "model.safetensors"
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
@@ -63,8 +63,10 @@ def test_names_of_earlier_checkpoints_are_read(folder, tmp_path):
     def renamed(tensors):
         prefix = "vision_tower."
         return {
-            name.replace(prefix, f"{prefix}vision_model.") if name.startswith(prefix) else name: one
-            for name, one in tensors.items()
+            name.replace(prefix, f"{prefix}vision_model.")
+            if name.startswith(prefix)
+            else name: tensor
+            for name, tensor in tensors.items()
         }
 
     with open_llm(folder) as llm:
@@ -84,7 +86,7 @@ def test_names_of_earlier_checkpoints_are_read(folder, tmp_path):
 )
 def test_batches_are_the_same_as_alone_in_few_bits(folder, tables):
     with open_llm(folder, **tables) as llm:
-        alone = [results(llm.generate([given], GREEDY))[0] for given in PROMPTS]
+        alone = [results(llm.generate([prompt], GREEDY))[0] for prompt in PROMPTS]
         llm.reset_prefix_cache()
         assert results(llm.generate(PROMPTS, GREEDY)) == alone
 
@@ -152,7 +154,7 @@ def test_a_backend_in_which_tokens_see_no_later_ones_is_refused_by_name(folder, 
         open_llm(folder, attention={"use": use})
 
 
-def _not_read(self, *given):
+def _not_read(self, *arguments):
     raise AssertionError("weights are read")
 
 
@@ -233,6 +235,6 @@ def test_plain_torch_numbers_are_read_as_transformers_does(folder):
     )
     array = image(0)
     with contextlib.closing(ImageReader(ImagesConfig(), media=media)) as reader:
-        (found,) = reader.read([("x", array)])
-    pixels = torch.frombuffer(bytearray(found.data), dtype=torch.uint8).view(media.item_shape)
+        (decoded,) = reader.read([("x", array)])
+    pixels = torch.frombuffer(bytearray(decoded.data), dtype=torch.uint8).view(media.item_shape)
     assert torch.equal(media.numbers(pixels), known)

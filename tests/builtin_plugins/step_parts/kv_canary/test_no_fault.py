@@ -71,13 +71,13 @@ def test_requests_that_were_kept_in_a_sleep_go_on(open_engine, jobs, expected, l
 def test_salts_share_nothing(open_engine):
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **FINAL)
     engine = open_engine(CANARY)
-    prompt, found = list(range(60)), []
+    prompt, outputs = list(range(60)), []
     for number, salt in enumerate(["a", "b", "a", None]):
         engine.add_request(f"r{number}", prompt, params, extras=RequestExtras(cache_salt=salt))
         while engine.has_unfinished_requests():
-            found += [output for output in engine.step() if output.finished]
-    assert [output.num_cached_tokens > 0 for output in found] == [False, False, True, False]
-    assert len({tuple(output.outputs[0].token_ids) for output in found}) == 1
+            outputs += [output for output in engine.step() if output.finished]
+    assert [output.num_cached_tokens > 0 for output in outputs] == [False, False, True, False]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -144,7 +144,7 @@ def test_windows_and_layers(tmp_path, groups):
         stats = llm.engines.scheduler_stats()
         if not groups:  # blocks are stored in threads
             wait_until(lambda: num_loaded(llm, prompts, params), what="stored blocks")
-    assert all(len(tokens) == 24 for one in first for tokens in one)
+    assert all(len(tokens) == 24 for tokens_of in first for tokens in tokens_of)
     assert len(again) == len(first)
     assert (stats.num_preemptions > 0) or not groups
 

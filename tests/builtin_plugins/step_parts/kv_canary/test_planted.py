@@ -1,4 +1,4 @@
-"""Defects planted in a running engine, each of which the KV canary finds and names."""
+"""Defects planted in a running engine: the KV canary finds and names each."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def request(name, prompt, **fields):
 
 
 def errors(engine, *requests):
-    """Run requests of the core; return the errors of those that end with one."""
+    """Run requests of the core; return the errors of failed ones."""
     core = core_of(engine)
-    for one in requests:
-        core.add_request(one)
-    found = {}
+    for source in requests:
+        core.add_request(source)
+    by_request = {}
     while core.has_requests():
         outputs, _ = core.step()
         for message in outputs.values():
             for output in message.outputs:
                 if output.error:
-                    found[output.request_id] = output.error
-    return found
+                    by_request[output.request_id] = output.error
+    return by_request
 
 
 @pytest.fixture
@@ -74,31 +74,33 @@ def test_swapped_entries(engine, monkeypatch):
         packed.tables[0][:, 1] = packed.tables[0].flip(0)[:, 1]
 
     planted(monkeypatch, swap)
-    found = errors(engine, request("a", ONE), request("b", OTHER))
+    messages = errors(engine, request("a", ONE), request("b", OTHER))
     named = r"block \d+ of request '{}', in place of block \d+, has keys and values at position 8 "
     named += "that are those of request '{}', at position 8"
-    assert re.search(named.format("a", "b"), found["a"])
-    assert re.search(named.format("b", "a"), found["b"])
+    assert re.search(named.format("a", "b"), messages["a"])
+    assert re.search(named.format("b", "a"), messages["b"])
 
 
 def test_slots_that_are_off_by_one(engine, monkeypatch):
     planted(monkeypatch, lambda packed: packed.slots[0].add_(1))
-    found = errors(engine, request("a", ONE))
-    assert re.search(r"of request 'a' .* at position 21 that are none: they were never", found["a"])
+    messages = errors(engine, request("a", ONE))
+    assert re.search(
+        r"of request 'a' .* at position 21 that are none: they were never", messages["a"]
+    )
 
 
 def test_slots_of_a_chunk_that_are_off_by_one(engine, monkeypatch):
     planted(monkeypatch, lambda packed: packed.slots[0].copy_(packed.slots[0].roll(1)), at=1)
-    found = errors(engine, request("a", ONE))
+    messages = errors(engine, request("a", ONE))
     assert re.search(
-        r"of request 'a' .* at position 0 .* those of request 'a', at position 1", found["a"]
+        r"of request 'a' .* at position 0 .* those of request 'a', at position 1", messages["a"]
     )
 
 
 def test_a_wrong_token(engine, monkeypatch):
     planted(monkeypatch, lambda packed: packed.token_ids.add_(1))
-    found = errors(engine, request("a", ONE))
-    assert re.search(r"of request 'a' .* at position 21 that are those of another", found["a"])
+    messages = errors(engine, request("a", ONE))
+    assert re.search(r"of request 'a' .* at position 21 that are those of another", messages["a"])
 
 
 def test_a_block_that_was_freed_and_reused(engine, monkeypatch):
@@ -110,9 +112,10 @@ def test_a_block_that_was_freed_and_reused(engine, monkeypatch):
         return held[0][:1] + blocks[1:] if len(held) == 2 else blocks
 
     monkeypatch.setattr(BlockPool, "allocate", freed)
-    found = errors(engine, request("a", ONE), request("b", OTHER))
+    messages = errors(engine, request("a", ONE), request("b", OTHER))
     assert re.search(
-        r"of request 'a' .* at position 0 that are those of request 'b', at position 0", found["a"]
+        r"of request 'a' .* at position 0 that are those of request 'b', at position 0",
+        messages["a"],
     )
 
 
@@ -124,9 +127,10 @@ def test_a_wrong_block_of_a_connector(open_engine):
     core_of(engine).reset_prefix_cache()
     first, second, *_ = script.kept
     script.kept[first], script.kept[second] = script.kept[second], script.kept[first]
-    found = errors(engine, request("c", ONE))
+    messages = errors(engine, request("c", ONE))
     assert re.search(
-        r"of request 'c' .* at position 0 that are those of request '.', at position 8", found["c"]
+        r"of request 'c' .* at position 0 that are those of request '.', at position 8",
+        messages["c"],
     )
 
 
@@ -137,9 +141,9 @@ def test_a_rejected_draft_that_is_left_behind(open_engine, monkeypatch):
     }
     monkeypatch.setattr(InputBatch, "drop_rejected", lambda self, cached: None)
     engine = open_engine(CANARY | drafts)
-    found = errors(engine, request("a", ONE))
+    messages = errors(engine, request("a", ONE))
     assert re.search(
-        r"of request 'a' .* that are those of a rejected draft of request 'a'", found["a"]
+        r"of request 'a' .* that are those of a rejected draft of request 'a'", messages["a"]
     )
 
 
@@ -153,11 +157,13 @@ STALE = {
 @pytest.mark.parametrize(("fields", "message"), STALE.values(), ids=STALE)
 def test_blocks_of_another_adapter_or_salt(engine, monkeypatch, fields, message):
     monkeypatch.setattr(block_hashes, "extra_keys", lambda *args: {})
-    own = {} if fields.get("lora") else {"lora": LoRARequest("two", 2)}
-    own = {"cache_salt": "y"} if fields.get("cache_salt") else own
+    others_fields = {} if fields.get("lora") else {"lora": LoRARequest("two", 2)}
+    others_fields = {"cache_salt": "y"} if fields.get("cache_salt") else others_fields
     assert errors(engine, request("a", ONE, **fields)) == {}
-    found = errors(engine, request("b", ONE, **own))
-    assert re.search(rf"of request 'b' .* position 0 that .* the same tokens {message}", found["b"])
+    messages = errors(engine, request("b", ONE, **others_fields))
+    assert re.search(
+        rf"of request 'b' .* position 0 that .* the same tokens {message}", messages["b"]
+    )
 
 
 def test_a_block_of_the_same_content_that_is_not_the_planned_one(open_engine, monkeypatch):
@@ -168,9 +174,9 @@ def test_a_block_of_the_same_content_that_is_not_the_planned_one(open_engine, mo
     planted(monkeypatch, duplicate, at=2)
     uncached = {"kv_cache": {"block_size": 8, "prefix_caching": False}}
     engine = open_engine(CANARY | uncached)
-    found = errors(engine, request("a", ONE), request("b", ONE))
-    assert set(found) == {"a"}
-    assert re.search(r"in place of block \d+, .* at position 0 that are its own", found["a"])
+    messages = errors(engine, request("a", ONE), request("b", ONE))
+    assert set(messages) == {"a"}
+    assert re.search(r"in place of block \d+, .* at position 0 that are its own", messages["a"])
 
 
 RANKS = {"executor": {"use": "multiproc"}}

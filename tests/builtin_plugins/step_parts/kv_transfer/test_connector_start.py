@@ -80,7 +80,7 @@ REFUSED = {
     "sliding_window": (
         table(model=SlidingModel),
         ConfigError,
-        ["kv_connector.use", NAME, "ScriptedForCausalLM has KV cache groups", "of 8 tokens has"],
+        ["kv_connector.use", NAME, "ScriptedForCausalLM has KV cache groups", "of 8 tokens;"],
     ),
     "no_cache": (
         table(model=BareModel),
@@ -106,7 +106,7 @@ REFUSED = {
         table(loader=SilentLoader),
         ConfigError,
         [
-            f"kv_connector.use: '{NAME}' has to distinguish blocks from those of other weights",
+            f"kv_connector.use: '{NAME}' has to distinguish blocks of different weights",
             "SilentLoader",
             "has no content_hash()",
         ],

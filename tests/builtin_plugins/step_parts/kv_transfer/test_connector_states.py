@@ -27,7 +27,7 @@ def wanted(scripted):
 
 @pytest.fixture
 def filled(scripted):
-    """A driver whose connector has the prompt."""
+    """A driver with the prompt in its connector."""
     driver = Driver(scripted, Script(), clock=time.monotonic, load_seconds=600, lease_seconds=600)
     driver.add("first")
     driver.run()

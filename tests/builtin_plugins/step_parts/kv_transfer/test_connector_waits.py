@@ -1,4 +1,4 @@
-"""Failures, deadlines and leases of a KV connector, and what its requests report."""
+"""Failures, deadlines and leases of a KV connector, and figures of its requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILED = LOAD_FAILED  # by which the server knows that the request may be sent a
 
 @pytest.fixture
 def open_driver(scripted):
-    """Return drivers whose connector has the prompt, on a clock of their own."""
+    """Return drivers with the prompt in their connectors, each on its own clock."""
     opened = []
 
     def start(**settings):
@@ -218,7 +218,7 @@ class TestDeadlines:
         driver.run(5)
         assert driver.num_held == 0
         (message,) = driver.faults.values()
-        assert "did not say within 30 s (kv_connector.lease_seconds) that the blocks" in message
+        assert "did not report within 30 s (kv_connector.lease_seconds) that the blocks" in message
 
     def test_a_name_of_a_save_that_nobody_asked_for_is_ignored(self, open_driver):
         driver = open_driver()

@@ -1,4 +1,4 @@
-"""A connector may fail in each method, answer nonsense or never: tokens are those without one."""
+"""A connector may fail, lie or hang in each method: tokens are the same as without it."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ HARMLESS = {
 
 
 def cases(faults):
-    return [(method, index) for method, found in faults.items() for index in range(len(found))]
+    return [(method, index) for method, kinds in faults.items() for index in range(len(kinds))]
 
 
 @pytest.fixture(scope="module")

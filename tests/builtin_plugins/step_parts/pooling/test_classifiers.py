@@ -15,7 +15,7 @@ LABELS = {0: "no", 1: "perhaps", 2: "yes"}
 
 
 def write(folder, family, labels=LABELS, **fields):
-    """Write a random classifier; return that of transformers."""
+    """Write a random classifier; return the model of transformers."""
     return write_encoder(folder, family, "ForSequenceClassification", id2label=labels, **fields)
 
 

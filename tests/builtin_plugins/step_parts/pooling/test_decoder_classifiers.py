@@ -28,8 +28,8 @@ def logits_of(model, prompt):
         return model(torch.tensor([prompt])).logits[0].numpy()
 
 
-def same(found, expected):
-    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+def same(actual, expected):
+    np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -67,8 +67,8 @@ def test_pairs_are_scored_by_a_decoder(tmp_path):
     oracle = write_cross_encoder(tmp_path, "Qwen3")
     with opened(tmp_path / "model") as llm:
         assert llm.model.supported_tasks == ("classify", "score")
-        found = [output.outputs for output in llm.score(*zip(*PAIRS, strict=True))]
-        same(found, oracle.predict(PAIRS))
+        scores = [output.outputs for output in llm.score(*zip(*PAIRS, strict=True))]
+        same(scores, oracle.predict(PAIRS))
         (pair,) = llm.score("ab", "ba")
         (ids,) = llm.classify(pair.prompt_token_ids)  # which reads no types of tokens
         assert pair.outputs == ids.outputs[0]

@@ -1,4 +1,4 @@
-"""Vectors of decoder models: those of transformers, in every situation, at every length."""
+"""Vectors of decoder models: equal to transformers, in every situation, at every length."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ SITUATIONS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Folders of random models, and the models of transformers."""
-    found = {}
+    by_family = {}
     for family in ("Llama", "Qwen3"):
         model = random_model(family, max_position_embeddings=LIMIT, vocab_size=257)
         folder = write_scripted_model(tmp_path_factory.mktemp(family))
         model.save_pretrained(folder)
-        found[family] = folder, model
-    return found
+        by_family[family] = folder, model
+    return by_family
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def settings(folder, situation=None, **tables):
 def hidden_states(model, prompt):
     """The hidden states of transformers, after the last norm: float32 [tokens, hidden]."""
     with torch.inference_mode():
-        found = model.model(torch.tensor([prompt]), use_cache=False)
-    return found.last_hidden_state[0].numpy()
+        result = model.model(torch.tensor([prompt]), use_cache=False)
+    return result.last_hidden_state[0].numpy()
 
 
 POOLED = {
@@ -128,7 +128,7 @@ PARAMS = [
 def alone(folder):
     """The vectors of each prompt, computed alone."""
     with LLM(config=settings(folder)) as llm:
-        return [llm.encode(prompt, own)[0].outputs for own in PARAMS for prompt in PROMPTS]
+        return [llm.encode(prompt, params)[0].outputs for params in PARAMS for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,10 @@ def test_vectors_are_the_same_bits_in_every_situation(folder, alone, situation):
     with LLM(config=settings(folder, SITUATIONS[situation])) as llm:
         exact = situation not in ("two ranks",)  # whose sums have another order
         for _ in range(2):  # the second time with cached prefixes
-            found = llm.encode(PROMPTS * len(PARAMS), [own for own in PARAMS for _ in PROMPTS])
-            for output, expected in zip(found, alone, strict=True):
+            outputs = llm.encode(
+                PROMPTS * len(PARAMS), [params for params in PARAMS for _ in PROMPTS]
+            )
+            for output, expected in zip(outputs, alone, strict=True):
                 if exact:
                     np.testing.assert_array_equal(output.outputs, expected)
                 else:
@@ -197,13 +199,13 @@ def test_requests_that_pool_and_that_generate_share_steps(folder):
             engine.add_request(f"v{index}", prompt, PoolingParams())
             if index < 6:
                 engine.add_request(f"t{index}", prompt, params)
-        found = {}
+        outputs = {}
         while engine.has_unfinished_requests():
-            found |= {out.request_id: out for out in engine.step() if out.finished}
+            outputs |= {out.request_id: out for out in engine.step() if out.finished}
         for index, expected in enumerate(vectors):
-            np.testing.assert_array_equal(found[f"v{index}"].outputs, expected)
+            np.testing.assert_array_equal(outputs[f"v{index}"].outputs, expected)
         for index, expected in enumerate(texts):
-            assert found[f"t{index}"].outputs[0].token_ids == expected
+            assert outputs[f"t{index}"].outputs[0].token_ids == expected
 
 
 def test_dimensions_are_cut_before_vectors_are_scaled(folder):
@@ -232,9 +234,9 @@ WRONG = [
                         plugin_args={"step": {"step_tag_id": -1}}), r"args.step.step_tag_id: exp"),
     ([1], PoolingParams(plugin_args={"mean": {}}), r"plugin_args.mean: poolers/mean takes no arg"),
     ([1], PoolingParams(plugin_args={"step": {"step_tag_id": 1}}),
-     r"prompts\[0\]: plugin_args.step: expected none, for the request's pooler is 'last'"),
+     r"prompts\[0\]: plugin_args.step: expected none, because the pooler is 'last'"),
     ([1], PoolingParams(plugin_args={"min_p": {"min_p": 0.5}}),
-     r"\[0\]: plugin_args.min_p: expected none, for the request pools, and logits_processors are"),
+     r"\[0\]: plugin_args.min_p: expected none, because the request pools, and logits_proc"),
     ([1], PoolingParams(plugin_args={"logits_processors/min_p": {"min_p": 0.5}}),
      "plugin_args.logits_processors/min_p: expected none"),
     ([1], SamplingParams(), r"^pooling_params: expected PoolingParams, got SamplingParams$"),
@@ -256,7 +258,7 @@ def test_wrong_requests_are_refused_and_disturb_nothing(folder, in_process):
         with pytest.raises(RequestError, match="sampling_params: expected SamplingParams, got"):
             llm.generate([1], PoolingParams())
         for_pooler = SamplingParams(plugin_args={"poolers/step": {"step_tag_id": 1}})
-        words = "plugin_args.poolers/step: expected none, for the request does not pool"
+        words = "plugin_args.poolers/step: expected none, because the request does not pool"
         with pytest.raises(RequestError, match=words):
             llm.generate([1], for_pooler)
         assert llm.encode([]) == []
@@ -265,8 +267,8 @@ def test_wrong_requests_are_refused_and_disturb_nothing(folder, in_process):
 
 def test_scores_are_cosines(folder):
     with LLM(config=settings(folder)) as llm:
-        one, *others = (llm.embed(prompt)[0].outputs for prompt in PROMPTS[:4])
-        expected = [float(one @ other) for other in others]
+        first, *others = (llm.embed(prompt)[0].outputs for prompt in PROMPTS[:4])
+        expected = [float(first @ other) for other in others]
         scores = [output.outputs for output in llm.score(PROMPTS[0], PROMPTS[1:4])]
         assert scores == pytest.approx(expected, abs=1e-6)
         pairs = [output.outputs for output in llm.score(PROMPTS[:2], PROMPTS[:2])]
@@ -295,13 +297,13 @@ def test_a_fault_of_a_pooler_ends_its_request_alone(folder):
         for kind in range(len(pooling.Faulty.fails)):
             engine.add_request(str(kind), [kind, 1], params)
         engine.add_request("right", [50, 1], params)
-        found = {}
+        outputs = {}
         while engine.has_unfinished_requests():
-            found |= {out.request_id: out for out in engine.step()}
-        np.testing.assert_array_equal(found["right"].outputs, expected)
-        assert found["0"].finish_reason == "stop"
+            outputs |= {out.request_id: out for out in engine.step()}
+        np.testing.assert_array_equal(outputs["right"].outputs, expected)
+        assert outputs["0"].finish_reason == "stop"
         for kind, fault in enumerate(FAULTS, 1):
-            output = found[str(kind)]
+            output = outputs[str(kind)]
             assert (output.finish_reason, output.outputs) == ("error", None)
             assert "faulty" in output.error
             assert fault in output.error
@@ -320,10 +322,10 @@ def test_a_request_made_ready_elsewhere(folder):
         )
         engine = llm.llm_engine
         engine.add_request("mine", request)
-        found = []
+        outputs = []
         while engine.has_unfinished_requests():
-            found += engine.step()
-        (output,) = found
+            outputs += engine.step()
+        (output,) = outputs
         assert output.request_id == "mine"
         np.testing.assert_array_equal(output.outputs, expected)
 
@@ -352,7 +354,7 @@ def test_async_llm_encodes(folder):
                 await anext(llm.encode([1], PoolingParams(task="classify")))
             return outputs
 
-    found = asyncio.run(main())
+    outputs = asyncio.run(main())
     with LLM(config=settings(folder)) as llm:
-        for output, expected in zip(found, llm.embed(PROMPTS), strict=True):
+        for output, expected in zip(outputs, llm.embed(PROMPTS), strict=True):
             np.testing.assert_array_equal(output.outputs, expected.outputs)

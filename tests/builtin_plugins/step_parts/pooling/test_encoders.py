@@ -19,11 +19,11 @@ RAW = PoolingParams(task="token_embed", normalize=False)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    found = {}
+    by_family = {}
     for family in FAMILIES:
         folder = tmp_path_factory.mktemp(family)
-        found[family] = folder, write_encoder(folder, family)
-    return found
+        by_family[family] = folder, write_encoder(folder, family)
+    return by_family
 
 
 def opened(folder, **tables):
@@ -79,10 +79,10 @@ def test_prompts_of_a_batch_have_the_bits_that_they_have_alone(models, family):
             for name in ("cls", "mean", "last")
         }
         for index, output in enumerate(together[: len(PROMPTS)]):
-            found = {name: outputs[index].outputs for name, outputs in vectors.items()}
-            np.testing.assert_array_equal(found["cls"], output.outputs[0])
-            np.testing.assert_array_equal(found["last"], output.outputs[-1])
-            np.testing.assert_allclose(found["mean"], output.outputs.mean(0), atol=1e-6)
+            pooled = {name: outputs[index].outputs for name, outputs in vectors.items()}
+            np.testing.assert_array_equal(pooled["cls"], output.outputs[0])
+            np.testing.assert_array_equal(pooled["last"], output.outputs[-1])
+            np.testing.assert_allclose(pooled["mean"], output.outputs.mean(0), atol=1e-6)
         default = llm.embed(PROMPTS[4], PoolingParams(normalize=False))[0].outputs
         np.testing.assert_array_equal(default, vectors["cls"][4].outputs)
 
@@ -137,8 +137,8 @@ def test_a_folder_of_sentence_transformers(tmp_path):
     oracle.save(str(tmp_path / "model"))
     texts = ["a", "some text", "x" * (LIMIT - 2), "another text", "?"]
     with opened(tmp_path / "model") as llm:
-        found = [output.outputs for output in llm.embed(texts)]
-        np.testing.assert_allclose(found, oracle.encode(texts), atol=1e-5, rtol=1e-5)
+        embeddings = [output.outputs for output in llm.embed(texts)]
+        np.testing.assert_allclose(embeddings, oracle.encode(texts), atol=1e-5, rtol=1e-5)
 
 
 WRONG = [

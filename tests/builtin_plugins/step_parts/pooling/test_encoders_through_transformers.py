@@ -42,8 +42,8 @@ REFUSED = {
 
 
 def write(folder, family, head="Model", **fields):
-    given = {"max_position_embeddings": LIMIT} | FAMILIES[family] | fields
-    return write_encoder(folder, family, head, **given)
+    settings = {"max_position_embeddings": LIMIT} | FAMILIES[family] | fields
+    return write_encoder(folder, family, head, **settings)
 
 
 def opened(folder, use="auto", **tables):
@@ -54,9 +54,9 @@ def use_of(family):
     return "transformers" if family == "ModernBert" else "auto"
 
 
-def same(found, expected):
+def same(actual, expected):
     largest = float(np.abs(expected).max())  # about 1e5 of MobileBERT's
-    np.testing.assert_allclose(found, expected, atol=1e-5 * max(1.0, largest), rtol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * max(1.0, largest), rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", nightly_but(FAMILIES, "Electra", "Esm", "MobileBert"))
@@ -126,19 +126,19 @@ def test_adapters_change_the_prompts_that_name_them(tmp_path, family):
     chosen = [adapter if index % 2 else None for index in range(len(PROMPTS))]
     with opened(folder, adapters={"max_loras": 1}) as llm, torch.inference_mode():
         outputs = llm.encode(PROMPTS, RAW, lora_request=chosen)
-        for output, one in zip(outputs, chosen, strict=True):
-            reference = model if one is None else merged
+        for output, lora_request in zip(outputs, chosen, strict=True):
+            reference = model if lora_request is None else merged
             ids = torch.tensor([output.prompt_token_ids])
             same(output.outputs, reference(ids).last_hidden_state[0].numpy())
 
 
 def test_matrices_of_few_bits_are_near(tmp_path):
     write(tmp_path, "DistilBert")
-    found = []
+    embeddings = []
     for use in ("none", "int8"):
         with opened(tmp_path, quantization={"use": use}) as llm:
-            found.append(np.stack([o.outputs for o in llm.embed(PROMPTS)]))
-    assert 1e-6 < np.abs(found[0] - found[1]).max() < 0.05
+            embeddings.append(np.stack([o.outputs for o in llm.embed(PROMPTS)]))
+    assert 1e-6 < np.abs(embeddings[0] - embeddings[1]).max() < 0.05
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -173,7 +173,7 @@ def test_a_head_that_reads_something_besides_is_found_when_weights_are_loaded(
 
     write(tmp_path, "Electra", "ForSequenceClassification", **CLASSES)
     monkeypatch.setattr(ElectraClassificationHead, "forward", longer)
-    message = "the logits of its classes differ from those of transformers by .* its head reads som"
+    message = "the logits of its classes differ from transformers by .* its head reads som"
     with pytest.raises(ModelError, match=message):
         opened(tmp_path)
 

@@ -19,21 +19,21 @@ MIXED = ["a text", [5, 6, 7], {"prompt": "another"}, {"prompt_token_ids": [8]}]
 @pytest.fixture
 def messages(monkeypatch):
     """Messages of requests and aborts to engine processes: kind, and the number of items."""
-    found = []
+    sent = []
 
     def recorded(name):
         method = getattr(EngineSockets, name)
 
         def record(self, kind, message, *args):
             if kind is not RequestType.UTILITY:
-                found.append((kind, len(message) if isinstance(message, list) else 1))
+                sent.append((kind, len(message) if isinstance(message, list) else 1))
             return method(self, kind, message, *args)
 
         monkeypatch.setattr(EngineSockets, name, record)
 
     recorded("attempt")
     recorded("post")
-    return found
+    return sent
 
 
 def settings(folder, *, in_process=False, **scheduler):

@@ -1,4 +1,4 @@
-"""Pairs of texts: cross-encoders as those of sentence-transformers, and several classes."""
+"""Pairs of texts: cross-encoders as in sentence-transformers, and several classes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def opened(folder, **tables):
     return LLM(config={"model": str(folder), **TABLE, **tables})
 
 
-def same(found, expected):
-    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+def same(actual, expected):
+    np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def numbers(outputs):
@@ -37,7 +37,7 @@ def numbers(outputs):
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
-    """A folder of a CrossEncoder, and that of sentence-transformers."""
+    """A folder of a CrossEncoder, and the model of sentence-transformers."""
     folder = tmp_path_factory.mktemp("bert")
     return folder / "model", write_cross_encoder(folder, "Bert")
 
@@ -102,9 +102,9 @@ def test_activations_of_folders(tmp_path, case):
     with opened(tmp_path / "model") as llm:
         same(numbers(llm.score(firsts, seconds)), oracle.predict(PAIRS))
         same(numbers(llm.score(firsts, seconds, RAW)), logits)
-        asked = PoolingParams(task="score", use_activation=True)
+        activated = PoolingParams(task="score", use_activation=True)
         expected = np.tanh(logits) if case == "tanh" else 1 / (1 + np.exp(-logits))
-        same(numbers(llm.score(firsts, seconds, asked)), expected)
+        same(numbers(llm.score(firsts, seconds, activated)), expected)
 
 
 def test_older_settings_stand_in_config_json(tmp_path):
@@ -124,9 +124,9 @@ def test_several_classes_of_pairs(tmp_path):
     with opened(tmp_path / "model") as llm:
         assert llm.model.supported_tasks == ("classify",)
         same(numbers(llm.classify(pairs)), oracle.predict(PAIRS))  # logits, as the folder has it
-        asked = PoolingParams(task="classify", use_activation=True)
+        activated = PoolingParams(task="classify", use_activation=True)
         softmax = oracle.predict(PAIRS, activation_fn=torch.nn.Identity(), apply_softmax=True)
-        same(numbers(llm.classify(pairs, asked)), softmax)
+        same(numbers(llm.classify(pairs, activated)), softmax)
         with pytest.raises(RequestError, match="score: this model cannot do it; it can: classify"):
             llm.score("a", "b")
 
@@ -299,5 +299,7 @@ def test_requests_of_other_frontends_are_checked():
     check(3, pooled)
     with pytest.raises(RequestError, match="second_type_start: expected 3, the length of the prom"):
         check(2, pooled)
-    with pytest.raises(RequestError, match="second_type_start: expected none, for the request doe"):
+    with pytest.raises(
+        RequestError, match="second_type_start: expected none, because the request doe"
+    ):
         check(3, None)

@@ -35,9 +35,9 @@ def test_documents_are_ranked_as_sentence_transformers_does(served, path):
     server, oracle = served
     answer = post(server, path, query="which one?", documents=DOCUMENTS)
     scores = oracle.predict([("which one?", text) for text in TEXTS])
-    found = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
-    assert found == pytest.approx(dict(enumerate(scores.tolist())), abs=1e-5)
-    expected = sorted(range(4), key=lambda index: (-found[index], index))
+    relevances = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
+    assert relevances == pytest.approx(dict(enumerate(scores.tolist())), abs=1e-5)
+    expected = sorted(range(4), key=lambda index: (-relevances[index], index))
     assert [entry["index"] for entry in answer["results"]] == expected
     tokens = oracle.tokenizer([("which one?", text) for text in TEXTS])["input_ids"]
     assert answer["usage"]["total_tokens"] == sum(map(len, tokens))
@@ -58,8 +58,8 @@ def test_scores_of_pairs(served, path):
     server, oracle = served
     firsts, seconds = zip(*PAIRS, strict=True)
     answer = post(server, path, text_1=list(firsts), text_2=list(seconds))
-    found = [entry["score"] for entry in answer["data"]]
-    assert found == pytest.approx(oracle.predict(PAIRS).tolist(), abs=1e-5)
+    scores = [entry["score"] for entry in answer["data"]]
+    assert scores == pytest.approx(oracle.predict(PAIRS).tolist(), abs=1e-5)
     raw = post(server, path, text_1="a", text_2=["b"], use_activation=False)["data"][0]["score"]
     (score,) = oracle.predict([("a", "b")], activation_fn=lambda logits: logits)
     assert raw == pytest.approx(float(score), abs=1e-5)

@@ -65,8 +65,8 @@ def opened(folder, **tables):
     return LLM(config={"model": str(folder / "model"), **TABLE, **tables})
 
 
-def same(found, expected):
-    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+def same(actual, expected):
+    np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 CASES = {
@@ -93,10 +93,10 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path, case):
     expected = oracle.encode(TEXTS, convert_to_numpy=True)
     with opened(tmp_path) as llm:
         assert llm.model.supported_tasks == ("embed", "token_embed")
-        found = [output.outputs for output in llm.embed(TEXTS)]
-        same(found, expected)
-        one = oracle.encode("some text", prompt_name="query")
-        same(llm.embed("some text", prompt_name="query")[0].outputs, one)
+        embeddings = [output.outputs for output in llm.embed(TEXTS)]
+        same(embeddings, expected)
+        query = oracle.encode("some text", prompt_name="query")
+        same(llm.embed("some text", prompt_name="query")[0].outputs, query)
         tokens = oracle.encode("some text", output_value="token_embeddings")
         raw = PoolingParams(task="token_embed", normalize=False)
         same(llm.encode("some text", raw)[0].outputs, tokens.numpy())
@@ -122,8 +122,8 @@ def test_vectors_are_cut_and_then_scaled(tmp_path):
         for size in (8, 32):
             expected = oracle.encode(TEXTS, truncate_dim=size)
             expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
-            found = llm.embed(TEXTS, PoolingParams(dimensions=size))
-            same([output.outputs for output in found], expected)
+            outputs = llm.embed(TEXTS, PoolingParams(dimensions=size))
+            same([output.outputs for output in outputs], expected)
         with pytest.raises(RequestError, match="dimensions: expected one of 8, 32, for which the"):
             llm.embed("a", PoolingParams(dimensions=16))
     change(tmp_path / "model" / "config.json", matryoshka_dimensions=None, is_matryoshka=True)
@@ -132,7 +132,10 @@ def test_vectors_are_cut_and_then_scaled(tmp_path):
         with pytest.raises(RequestError, match="dimensions: expected at most 64, got 65"):
             llm.embed("a", PoolingParams(dimensions=65))
     change(tmp_path / "model" / "config.json", is_matryoshka=False)
-    with opened(tmp_path) as llm, pytest.raises(RequestError, match="was not trained for vectors"):
+    with (
+        opened(tmp_path) as llm,
+        pytest.raises(RequestError, match="was not trained for shortened"),
+    ):
         llm.embed("a", PoolingParams(dimensions=5))
     stated = {"pooling": {"matryoshka_dimensions": [5]}}
     with opened(tmp_path, plugin=stated) as llm:
@@ -185,7 +188,7 @@ WRONG = [
     (POOLING, "{", "cannot be read"),
     (DENSE, {"activation_function": "torch.nn.modules.activation.Mish"}, "got .Mish"),
     (DENSE, {"activation_function": "os.system"}, "activation_function: expected one of Identity"),
-    (DENSE, {"in_features": 63}, "in_features: expected 64, the size of what comes before, got 63"),
+    (DENSE, {"in_features": 63}, "in_features: expected 64, the size of its input, got 63"),
     (DENSE, {"out_features": 31}, "expected tensors of the shapes"),
     (DENSE, {"module_input_name": "token_embeddings"}, "module_input_name: expected"),
     (PROMPTS_FILE, {"prompts": {"query": 1}}, "prompts: expected texts by name"),

@@ -56,8 +56,8 @@ def test_a_decoder_makes_ids_of_ids(folder, in_process):
         with pytest.raises(RequestError, match=f"^messages: expected a prompt of token ids, {WHY}"):
             llm.chat([{"role": "user", "content": "a text"}])
         likely = SamplingParams(max_tokens=1, detokenize=False, logprobs=2)
-        (found,) = llm.generate([5], likely)[0].outputs[0].logprobs
-        assert {one.decoded_token for one in found.values()} == {""}
+        (entries,) = llm.generate([5], likely)[0].outputs[0].logprobs
+        assert {logprob.decoded_token for logprob in entries.values()} == {""}
         assert llm.generate([[5, 6, 7]], ids)[0].outputs[0].token_ids == output.outputs[0].token_ids
 
 

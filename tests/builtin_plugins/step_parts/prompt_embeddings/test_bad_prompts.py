@@ -240,15 +240,15 @@ def test_a_ready_made_request_has_what_its_prompt_has(llm, embedded):
     engine = llm.llm_engine
     engine.add_request("r", request)
     while engine.has_unfinished_requests():
-        found = (engine.step() or [None])[-1]
+        output = (engine.step() or [None])[-1]
     (expected,) = llm.generate([{"prompt_embeds": rows}], PARAMS)
     bits = bits_of(rows.float().numpy())
     engine.add_request("r", prebuilt(prompt_token_ids=zeros, prompt_embeds=bits))
     while engine.has_unfinished_requests():
         same = (engine.step() or [None])[-1]
     assert same.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert found.prompt_token_ids == expected.prompt_token_ids == [None] * len(IDS)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert output.prompt_token_ids == expected.prompt_token_ids == [None] * len(IDS)
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -256,20 +256,24 @@ def test_off_unless_enabled(tmp_path, enabled):
     """The scripted model's config states no hidden size: its worker does."""
     folder = write_scripted_model(tmp_path)
     config = scripted_config(folder, {"plugin": {"prompt_embeddings": {"enabled": enabled}}})
-    with LLM(config=config) as own:
+    with LLM(config=config) as scripted_llm:
         if enabled:
             text = {"prompt_parts": ["ab", np.full((2, 2), 37, np.float32), "c"]}
-            found, same = own.generate([text, [64, 65, 37, 37, 66]], PARAMS)
-            assert found.outputs[0].token_ids == same.outputs[0].token_ids
-            assert found.prompt_token_ids == [64, 65, None, None, 66]
-            refuse(own, {"prompt_embeds": ROWS}, r"^prompt_embeds: expected rows of 2 numbers")
+            output, same = scripted_llm.generate([text, [64, 65, 37, 37, 66]], PARAMS)
+            assert output.outputs[0].token_ids == same.outputs[0].token_ids
+            assert output.prompt_token_ids == [64, 65, None, None, 66]
+            refuse(
+                scripted_llm, {"prompt_embeds": ROWS}, r"^prompt_embeds: expected rows of 2 numbers"
+            )
             return
         off = "this engine takes no embeddings"
         for prompt in ({"prompt_embeds": ROWS}, {"prompt_parts": [[1], ROWS]}, MIXED):
-            refuse(own, prompt, f"^prompt_.*: expected token ids, {off} .*enabled is false")
-        refuse_ready(own, prebuilt(), f"^prompt_embeds: expected token ids, {off}")
+            refuse(
+                scripted_llm, prompt, f"^prompt_.*: expected token ids, {off} .*enabled is false"
+            )
+        refuse_ready(scripted_llm, prebuilt(), f"^prompt_embeds: expected token ids, {off}")
         no_rows = prebuilt(prompt_embeds=None, prompt_is_token_ids=[True] * 3)
-        refuse_ready(own, no_rows, "^prompt_is_token_ids: expected none")
+        refuse_ready(scripted_llm, no_rows, "^prompt_is_token_ids: expected none")
 
 
 def test_a_model_that_embeds_on_its_own_is_refused_at_start(tmp_path):

@@ -56,8 +56,8 @@ def results(outputs):
 
 
 def forms(embedded, ids):
-    found = [embedded.embedded(ids), embedded.mixed(ids)]
-    return found if len(ids) < 3 else [*found, embedded.in_parts(ids)]
+    prompts = [embedded.embedded(ids), embedded.mixed(ids)]
+    return prompts if len(ids) < 3 else [*prompts, embedded.in_parts(ids)]
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,12 @@ def expected(embedded):
     "situation", nightly_but(SITUATIONS, "chunks", "preemptions", "stores", "drafts", "two stages")
 )
 def test_tokens_are_those_of_ids(embedded, expected, situation):
-    asked = [(ids, form) for ids in PROMPTS for form in forms(embedded, ids)]
+    pairs = [(ids, form) for ids in PROMPTS for form in forms(embedded, ids)]
     with LLM(config=embedded.settings(SITUATIONS[situation])) as llm:
         for _ in range(2):  # the second time from the cache
-            outputs = llm.generate([form for _, form in asked], GREEDY)
-            for (ids, form), found in zip(asked, results(outputs), strict=True):
-                assert found == expected[tuple(ids)], (len(ids), sorted(form))
+            outputs = llm.generate([form for _, form in pairs], GREEDY)
+            for (ids, form), result in zip(pairs, results(outputs), strict=True):
+                assert result == expected[tuple(ids)], (len(ids), sorted(form))
         stats = llm.engines.scheduler_stats()
     assert (situation == "preemptions") <= (stats.num_preemptions > 0)
 
@@ -93,28 +93,30 @@ def test_embeddings_enter_where_inputs_embeds_of_transformers_do(tmp_path, famil
     """Gemma's table is scaled before that, Granite's embeddings after it."""
     fields = {"Gemma2": {}, "Gemma3": {"head_dim": 16}, "Granite": {"embedding_multiplier": 12.0}}
     more = {"residual_multiplier": 0.5} if family == "Granite" else {}
-    own = EmbeddedModel(tmp_path, family, tie_word_embeddings=True, **fields[family], **more)
+    model = EmbeddedModel(tmp_path, family, tie_word_embeddings=True, **fields[family], **more)
     ids, params = PROMPTS[3], SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1)
     generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(len(ids), own.table.shape[1], generator=generator)
-    rows = own.table[ids] + noise * own.table.std()
+    noise = torch.randn(len(ids), model.table.shape[1], generator=generator)
+    rows = model.table[ids] + noise * model.table.std()
     with torch.inference_mode():
-        logits = own.model(inputs_embeds=rows.unsqueeze(0)).logits[0, -1]
+        logits = model.model(inputs_embeds=rows.unsqueeze(0)).logits[0, -1]
     expected = logits.log_softmax(-1).numpy()
-    with LLM(config=own.settings()) as llm:
+    with LLM(config=model.settings()) as llm:
         by_ids, by_rows, others = llm.generate(
-            [ids, own.embedded(ids), {"prompt_embeds": rows}], params
+            [ids, model.embedded(ids), {"prompt_embeds": rows}], params
         )
     assert results([by_ids]) == results([by_rows])
     entries = others.outputs[0].logprobs[0]
-    found = np.array([entries[token].logprob for token in range(len(expected))])
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert abs(found - [by_ids.outputs[0].logprobs[0][t].logprob for t in range(257)]).max() > 0.1
+    logprobs = np.array([entries[token].logprob for token in range(len(expected))])
+    np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+    assert (
+        abs(logprobs - [by_ids.outputs[0].logprobs[0][t].logprob for t in range(257)]).max() > 0.1
+    )
 
 
 def test_sampling_grammars_priorities_and_completions_go_on(embedded):
     ids = PROMPTS[4]
-    asked = {
+    params_by_name = {
         "seeded": SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3, logprobs=1),
         "grammar": SamplingParams(
             max_tokens=9,
@@ -125,7 +127,7 @@ def test_sampling_grammars_priorities_and_completions_go_on(embedded):
         "stop": SamplingParams(max_tokens=30, temperature=1.0, seed=5, stop=["a"], logprobs=1),
     }
     with LLM(config=embedded.settings({"scheduler": {"policy": "priority"}})) as llm:
-        for name, params in asked.items():
+        for name, params in params_by_name.items():
             by_ids = results(llm.generate([ids], params))
             for form in forms(embedded, ids):
                 assert results(llm.generate([form], params, priority=-1)) == by_ids, name
@@ -133,13 +135,13 @@ def test_sampling_grammars_priorities_and_completions_go_on(embedded):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_of_any_float_are_rounded_to_the_dtype_of_the_model(tmp_path, dtype):
-    own = EmbeddedModel(tmp_path)
-    own.model.get_input_embeddings().weight.data = own.table.to(dtype).float()
-    own.model.lm_head.weight.data = own.model.lm_head.weight.data.clone()
-    own.model.save_pretrained(own.folder)
-    with LLM(config=own.settings({"dtype": "bfloat16"})) as llm:
+    model = EmbeddedModel(tmp_path)
+    model.model.get_input_embeddings().weight.data = model.table.to(dtype).float()
+    model.model.lm_head.weight.data = model.model.lm_head.weight.data.clone()
+    model.model.save_pretrained(model.folder)
+    with LLM(config=model.settings({"dtype": "bfloat16"})) as llm:
         by_ids = results(llm.generate([PROMPTS[3]], GREEDY))
-        rows = own.table.to(dtype)[PROMPTS[3]]
+        rows = model.table.to(dtype)[PROMPTS[3]]
         assert results(llm.generate({"prompt_embeds": rows}, GREEDY)) == by_ids
         as_array = rows.float().numpy()
         assert results(llm.generate({"prompt_embeds": as_array}, GREEDY)) == by_ids
@@ -157,17 +159,17 @@ def test_rows_keep_their_dtype_on_the_way(dtype):
         half.read_prompt({"prompt_embeds": rows}, None),
         half.read_prompt({"prompt_parts": [rows[:1], rows[1:]]}, None),
     ]
-    for given in parts:
-        found = given.fields["prompt_embeds"]
-        assert found.nbytes == size
-        assert float32_of(found).tolist() == rows.float().tolist()
+    for prompt in parts:
+        array = prompt.fields["prompt_embeds"]
+        assert array.nbytes == size
+        assert float32_of(array).tolist() == rows.float().tolist()
         request = EngineCoreRequest(
-            request_id="r", prompt_token_ids=[0] * 3, params=GREEDY, prompt_embeds=found
+            request_id="r", prompt_token_ids=[0] * 3, params=GREEDY, prompt_embeds=array
         )
         frames = [bytes(frame) for frame in Encoder().encode(request)]
-        assert Decoder(EngineCoreRequest).decode(frames).prompt_embeds.tobytes() == found.tobytes()
+        assert Decoder(EngineCoreRequest).decode(frames).prompt_embeds.tobytes() == array.tobytes()
         half.prepare(request, None)
-        assert request.prompt_embeds is found
+        assert request.prompt_embeds is array
     mixed = half.read_prompt({"prompt_parts": [rows, rows.half()]}, None).fields["prompt_embeds"]
     assert mixed.dtype == (np.float16 if dtype == torch.float16 else np.float32)
     assert float32_of(mixed).tolist() == torch.cat([rows.float(), rows.half().float()]).tolist()
@@ -179,8 +181,8 @@ def test_vectors_are_those_of_ids(embedded):
             params = {"pooler": pooler}
             by_ids = [out.outputs for out in embed(llm, PROMPTS, params)]
             for make in (embedded.embedded, embedded.mixed):
-                found = embed(llm, [make(ids) for ids in PROMPTS], params)
-                for output, ids, vector in zip(found, PROMPTS, by_ids, strict=True):
+                outputs = embed(llm, [make(ids) for ids in PROMPTS], params)
+                for output, ids, vector in zip(outputs, PROMPTS, by_ids, strict=True):
                     np.testing.assert_array_equal(output.outputs, vector)
                     assert len(output.prompt_token_ids) == len(ids)
 
@@ -197,14 +199,14 @@ async def test_an_aborted_prompt_leaves_the_others_alone(embedded, expected):
 
         async def last(prompt):
             async for output in llm.generate(prompt, GREEDY):
-                found = output
-            return found
+                last_output = output
+            return last_output
 
         gone = asyncio.ensure_future(last(embedded.embedded(prompt_of(80))))
-        kept = asyncio.ensure_future(last(embedded.mixed(PROMPTS[4])))
+        task = asyncio.ensure_future(last(embedded.mixed(PROMPTS[4])))
         await asyncio.sleep(0.05)
         gone.cancel()
-        output = await kept
+        output = await task
         assert results([output])[0] == expected[tuple(PROMPTS[4])]
 
 
@@ -213,8 +215,8 @@ def test_the_caller_may_write_to_the_tensor_at_once(embedded, expected):
     rows = embedded.table[ids].clone()
     with LLM(config=embedded.settings()) as llm:
         stream = llm.stream({"prompt_embeds": rows}, GREEDY)
-        found = [*next(stream).outputs[0].token_ids]
+        tokens = [*next(stream).outputs[0].token_ids]
         rows.zero_()
         for output in stream:
-            found += output.outputs[0].token_ids
-    assert found == expected[tuple(ids)][0][0]
+            tokens += output.outputs[0].token_ids
+    assert tokens == expected[tuple(ids)][0][0]

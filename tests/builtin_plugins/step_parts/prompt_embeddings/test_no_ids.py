@@ -110,9 +110,9 @@ def test_a_repetition_penalty_counts_the_ids_that_there_are(llm, embedded):
     assert (counts.tokens.tolist(), counts.counts.tolist()) == ([5, 0, 7], [1.0, 0.0, 1.0])
 
 
-def differs(one, other, token):
-    """Whether the distance of a token's log-probability to that of token 1 is another one."""
-    distances = one[token] - one[1], other[token] - other[1]
+def differs(first, other, token):
+    """Whether a token's log-probability has another distance to token 1."""
+    distances = first[token] - first[1], other[token] - other[1]
     return abs(distances[0] - distances[1]) > 1e-4
 
 
@@ -170,10 +170,10 @@ def test_the_canary_tells_embeddings_apart():
         chain.append(source.prompt_token_ids)
         return chain.entries().tolist()
 
-    one, same, other = sums([[1], [2], [3]]), sums([[1], [2], [3]]), sums([[1], [2], [4]])
-    assert one == same
-    assert one[:2] == other[:2]
-    assert one[2] != other[2]
+    first, same, other = sums([[1], [2], [3]]), sums([[1], [2], [3]]), sums([[1], [2], [4]])
+    assert first == same
+    assert first[:2] == other[:2]
+    assert first[2] != other[2]
     mixed = sums([[1], [3]], [False, True, False])
-    assert mixed[0] == one[0]
-    assert mixed[1] != one[1]
+    assert mixed[0] == first[0]
+    assert mixed[1] != first[1]

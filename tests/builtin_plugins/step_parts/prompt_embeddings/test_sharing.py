@@ -42,9 +42,9 @@ def test_equal_prompts_share_and_others_do_not(embedded, stores):
             while True:
                 if stores:  # what the engine itself has is forgotten
                     llm.reset_prefix_cache()
-                found = cached(llm, prompt, **options)
-                if not stores or found >= expected or time.monotonic() > deadline:
-                    return found
+                num_cached = cached(llm, prompt, **options)
+                if not stores or num_cached >= expected or time.monotonic() > deadline:
+                    return num_cached
 
         assert shared(ids, 0) == 0
         assert (

@@ -1,4 +1,4 @@
-"""Decode steps that are recorded in few sizes give what running the model gives."""
+"""Recorded decode steps in a few sizes return the same as the model."""
 
 from __future__ import annotations
 
@@ -249,11 +249,11 @@ def test_last_bits_may_differ(generate, caplog, monkeypatch, error, is_kept):
 
 
 def test_a_plan_that_keeps_numbers_is_found(generate, caplog):
-    """A backend whose plan has the lengths of the step that was recorded."""
+    """A backend with a plan that keeps the lengths of the recorded step."""
     with caplog.at_level(logging.WARNING, "hardpoint"):
-        found = generate(attention=graphed("KeepsLengths"))
+        tokens = generate(attention=graphed("KeepsLengths"))
     assert "a recorded step gave other hidden states" in caplog.text
-    assert same(found, generate(**EAGER))
+    assert same(tokens, generate(**EAGER))
 
 
 NAN = float("nan")
@@ -285,23 +285,23 @@ DRAFTS = {"speculation": {"use": ["ngram"], "num_draft_tokens": 3}}
 @pytest.mark.parametrize("ops", nightly_but(["GraphedOps", "RepeatingOps"], "RepeatingOps"))
 def test_level_2_of_sleep_releases_all_at_once(generate, monkeypatch, ops, extra):
     """No cycle of references keeps weights and caches until Python's collector finds it."""
-    kept, of_graphs = [], []
+    references, of_graphs = [], []
 
     def noting(cls, name):
         function = getattr(cls, name)
 
         def note(*args):
             result = function(*args)
-            kept.extend(map(weakref.ref, result if isinstance(result, tuple) else (result,)))
+            references.extend(map(weakref.ref, result if isinstance(result, tuple) else (result,)))
             return result
 
         monkeypatch.setattr(cls, name, note)
 
     def sleep(llm):
         of_graphs.append(bool(GraphedOps.recorded))
-        alive.append(sum(ref() is not None for ref in kept))
+        alive.append(sum(ref() is not None for ref in references))
         llm.sleep(2)
-        alive.append(sum(ref() is not None for ref in kept))
+        alive.append(sum(ref() is not None for ref in references))
 
     alive = []
     noting(GraphedOps, "pack")

@@ -1,4 +1,4 @@
-"""Blocks of conversations that stay in the prefix cache: what requests ask for, and get."""
+"""Prefix cache retention: fields of requests, and retained blocks."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ def test_requests_in_a_batch_and_in_a_process_of_the_engine(folder):
         outputs = llm.generate(
             texts, GREEDY, session=["a", None, "c"], retain_seconds=[60, None, 30]
         )
-        found = [output.outputs[0].part_figures for output in outputs]
-        assert found[1] is None
-        assert [found[i]["retention"]["seconds"] for i in (0, 2)] == [60.0, 30.0]
+        figures = [output.outputs[0].part_figures for output in outputs]
+        assert figures[1] is None
+        assert [figures[i]["retention"]["seconds"] for i in (0, 2)] == [60.0, 30.0]
         assert llm.engines.release_session("c") == "accepted"
 
 

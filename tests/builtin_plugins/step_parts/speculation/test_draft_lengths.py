@@ -44,8 +44,8 @@ def test_no_other_length_gives_more_tokens_per_second(rate, requests):
         drafts = requests * length
         return tokens / COST.milliseconds(single_queries=requests, drafts=drafts)
 
-    (found,) = lengths(rate, requests=requests)
-    assert pace(found) >= 0.97 * max(pace(length) for length in range(9))
+    (chosen,) = lengths(rate, requests=requests)
+    assert pace(chosen) >= 0.97 * max(pace(length) for length in range(9))
 
 
 def test_many_requests_leave_no_time_for_drafts():
@@ -53,17 +53,17 @@ def test_many_requests_leave_no_time_for_drafts():
 
 
 def test_the_rate_of_a_request_follows_its_drafts():
-    everyone, own = AcceptanceRate(memory=200.0), AcceptanceRate()
-    assert own.estimate(everyone) == 0.5
+    everyone, of_request = AcceptanceRate(memory=200.0), AcceptanceRate()
+    assert of_request.estimate(everyone) == 0.5
     for _ in range(20):
         everyone.add(4, 1)
-    assert 0.4 < own.estimate(everyone) < 0.6
+    assert 0.4 < of_request.estimate(everyone) < 0.6
     for _ in range(20):
-        own.add(4, 4)
-    assert own.estimate(everyone) > 0.85
+        of_request.add(4, 4)
+    assert of_request.estimate(everyone) > 0.85
     for _ in range(20):
-        own.add(4, 0)
-    assert own.estimate(everyone) < 0.3
+        of_request.add(4, 0)
+    assert of_request.estimate(everyone) < 0.3
 
 
 def planner():

@@ -60,18 +60,18 @@ def test_tokens_are_those_without_a_head(open_engine, jobs, expected, situation,
 @pytest.mark.parametrize("length", [16, 17, 20])
 def test_a_cached_prefix_has_no_hidden_states_but_the_last_token_has(open_engine, length):
     engine = open_engine(settings(kv_cache={"block_size": 8}))
-    found = []
+    results = []
     for _ in range(2):
         heads.STARTS.clear()
-        found.append(run(engine, [("r", PROMPT[:length], GREEDY)]))
+        results.append(run(engine, [("r", PROMPT[:length], GREEDY)]))
         stats = engine.call_utility("scheduler_stats")
         assert stats.num_drafts == stats.num_accepted_drafts > 0
-        cached = 0 if len(found) == 1 else (length - 1) // 8 * 8
+        cached = 0 if len(results) == 1 else (length - 1) // 8 * 8
         assert heads.STARTS[0] == (1, cached)
         # A call shows what was computed since the one before: the token before it, and drafts.
         for before, after in zip(heads.STARTS, heads.STARTS[1:], strict=False):
             assert after[1] == length + before[0] - 1
-    assert found[0] == found[1]
+    assert results[0] == results[1]
     assert not engine.health().fallbacks
 
 
@@ -85,14 +85,14 @@ def test_a_head_of_a_model_with_random_weights_changes_no_token(random_model):
     table |= {"load": {"use": "dummy"}, "dtype": "float32"}
     params = [GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=20, **FINAL)]
     prompts = [PROMPT, [*PROMPT[:17], 7]]
-    found = []
+    tokens = []
     for more in ({}, settings("Head"), settings("Head", scheduler={"max_num_batched_tokens": 16})):
         with LLM(config=table | more) as llm:
             outputs = llm.generate(prompts, params) + llm.generate(prompts, params)
-            found.append([output.outputs[0].token_ids for output in outputs])
+            tokens.append([output.outputs[0].token_ids for output in outputs])
             assert bool(more) == bool(llm.engines.scheduler_stats().num_drafts)
             assert not llm.plugins.health().fallbacks
-    assert found[0] == found[1] == found[2]
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_a_head_drafts_in_the_last_stage_of_a_pipeline(scripted):
@@ -100,10 +100,10 @@ def test_a_head_drafts_in_the_last_stage_of_a_pipeline(scripted):
         expected = [output.outputs[0].token_ids for output in llm.generate([PROMPT], GREEDY)]
     more = settings(executor={"use": "multiproc"}, parallel={"pipeline": 2})
     with LLM(config=scripted_config(scripted, more)) as llm:
-        found = [output.outputs[0].token_ids for output in llm.generate([PROMPT], GREEDY)]
+        tokens = [output.outputs[0].token_ids for output in llm.generate([PROMPT], GREEDY)]
         stats = llm.engines.scheduler_stats()
         assert not llm.plugins.health().fallbacks
-    assert found == expected
+    assert tokens == expected
     assert stats.num_drafts == stats.num_accepted_drafts > 0
 
 

@@ -34,7 +34,7 @@ def plan_of(step, new=(), drafts=None):
 
 @pytest.fixture
 def part():
-    """The engine half, with a request whose drafts were wrong."""
+    """The engine half, with a request after wrong drafts."""
     components = SimpleNamespace(enabled=lambda _kind: ["ngram"])
     context = SimpleNamespace(components=components, faults=None, step_cost=lambda: COST)
     part = DraftPlanner(PART, EngineConfig(), context)

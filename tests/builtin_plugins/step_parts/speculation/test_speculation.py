@@ -32,7 +32,7 @@ def speculating_with(*use, options=None, **settings):
 
 
 def replaying(jobs, expected, **options):
-    """Settings of a speculator that drafts what each job came to before, some of it wrong."""
+    """Settings of a speculator that drafts each job's earlier output, some of it wrong."""
     replies = [
         [prompt, tokens]
         for request_id, prompt, _ in jobs
@@ -69,7 +69,7 @@ def test_right_and_wrong_drafts_change_no_token(open_engine, jobs, expected, blo
     ),
 )
 def test_drafts_read_keys_and_values_as_the_cache_stores_them(tmp_path, jobs, cache_dtype, dtype):
-    """So tokens and log-probabilities of a real model are those without drafts, bit for bit."""
+    """Tokens and log-probabilities of a real model are equal without drafts, bit for bit."""
     try:
         cpu.load()
     except cpu.KernelsUnavailableError as cause:
@@ -111,19 +111,19 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(scripted, in_process):
     config = scripted_config(scripted, {"engine": {"in_process": in_process}})
     text = "say abc"
     params = SamplingParams(temperature=0.0, max_tokens=20)
-    found = {}
+    tokens = {}
     for use in ([], ["ngram"]):
         with LLM(config=config | {"speculation": {"use": use}}) as llm:
             (output,) = llm.generate([text], params)
             stats = llm.engines.scheduler_stats()
-        found[bool(use)] = output.outputs[0].token_ids
-    assert found[True] == found[False]
+        tokens[bool(use)] = output.outputs[0].token_ids
+    assert tokens[True] == tokens[False]
     assert stats.num_accepted_drafts >= 6
 
 
 @pytest.fixture(scope="module")
 def without_drafts(scripted):
-    """Three jobs, and what each comes to."""
+    """Three jobs, and the output of each."""
     jobs = [(f"r{n}", [n, n + 1], GREEDY) for n in range(3)]
     engine = scripted_engine(scripted)
     yield jobs, run(engine, jobs)
@@ -200,7 +200,7 @@ def test_drafts_that_a_grammar_refuses_are_not_computed(scripted, backend, monke
     config = speculating_with(f"{HERE}:Recorder", num_draft_tokens=3) | enabled
     engine = scripted_engine(scripted, config)
     a, b, c = 64, 65, 66  # of the scripted tokenizer
-    found = {}
+    results = {}
     for token in (None, a, b, c):
         params = SamplingParams(
             max_tokens=14,
@@ -212,13 +212,13 @@ def test_drafts_that_a_grammar_refuses_are_not_computed(scripted, backend, monke
             **FINAL,
         )
         before = engine.call_utility("scheduler_stats").num_verified_drafts
-        (found[token],) = run(engine, [("r", [7, 8], params)]).values()
+        (results[token],) = run(engine, [("r", [7, 8], params)]).values()
         verified = engine.call_utility("scheduler_stats").num_verified_drafts - before
-        assert found[token] == found[None]
+        assert results[token] == results[None]
         assert (verified > 0) == (token in (a, b)), token
         assert verified < 9 or token != a  # none before the last b that has to come
     engine.close()
-    assert found[None][0][0][1][:9] == [b] * 9
+    assert results[None][0][0][1][:9] == [b] * 9
 
 
 @pytest.mark.parametrize("end", [{}, {"stop": ["b c"]}, {"n": 2}])
@@ -234,13 +234,13 @@ def test_a_request_may_include_the_figures_of_its_drafts(scripted, end):
     figures = [completion.part_figures["speculation"] for completion in output.outputs]
     for name in ("num_drafts", "num_accepted_drafts", "num_verified_drafts"):
         total = getattr(after, name) - getattr(before, name)
-        assert sum(one[name] for one in figures) == total
+        assert sum(counts[name] for counts in figures) == total
         assert total > 0
-    for one in figures:
-        by_position = one["num_accepted_by_position"]
-        assert sum(by_position) == one["num_accepted_drafts"]
+    for counts in figures:
+        by_position = counts["num_accepted_by_position"]
+        assert sum(by_position) == counts["num_accepted_drafts"]
         assert sorted(by_position, reverse=True) == by_position
-        assert one["num_verified_drafts"] >= by_position[0]
+        assert counts["num_verified_drafts"] >= by_position[0]
 
 
 def test_figures_of_drafts_that_there_are_none_of_are_refused(scripted):

@@ -111,7 +111,7 @@ class Desk:
             self.processor.add_request(child, None, parent, self.clock.now)
 
     def batch(self, now, engine_now, *outputs, **fields):
-        """Take a batch at two clocks; return what the user sees and what the sinks see."""
+        """Take a batch at two clocks; return the views of the user and of the sinks."""
         self.clock.now = now
         batch = EngineCoreOutputs(outputs=list(outputs), timestamp=engine_now, **fields)
         self.observers.begin(batch)
@@ -225,9 +225,13 @@ def test_an_abort_without_a_batch_comes_with_the_next_and_lacks_what_it_did_not_
     desk.processor.drop(["b-inside"])
     assert len(desk.seen) == 1
     desk.batch(105.0, 51.0, begun("c", 1, 51.0), output("a", 2))
-    one, other = desk.seen[1].finished
-    assert (one.request_id, one.finish_reason, one.metrics) == ("a", "abort", shown.metrics)
-    assert (one.metrics.decode_seconds, one.metrics.e2e_seconds) == (0.0, 4.0)
+    aborted, other = desk.seen[1].finished
+    assert (aborted.request_id, aborted.finish_reason, aborted.metrics) == (
+        "a",
+        "abort",
+        shown.metrics,
+    )
+    assert (aborted.metrics.decode_seconds, aborted.metrics.e2e_seconds) == (0.0, 4.0)
     assert (other.request_id, other.finish_reason) == ("b", "abort")
     assert other.metrics == RequestMetrics(num_prompt_tokens=3, e2e_seconds=4.0)
 

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "ahead"])
 def llm(folder, request):
-    """Also one whose steps begin before the results of those before, with the failed requests."""
+    """Also an LLM with overlapping steps, with the failed requests."""
     ahead = {"scheduler": {"asynchronous": request.param}}
     with LLM(str(folder), config=SETTINGS | ahead, max_model_len=64) as llm:
         yield llm
@@ -49,15 +49,15 @@ def test_a_fault_ends_its_request_alone(llm, how):
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
     others = [params_of(), params_of(faulty={"how": "fine"}), params_of(raw={"layers": [1]})]
     expected = llm.generate(prompts, others)
-    *found, failed = llm.generate([*prompts, [1, 2]], [*others, params_of(faulty={"how": how})])
+    *outputs, failed = llm.generate([*prompts, [1, 2]], [*others, params_of(faulty={"how": how})])
     assert failed.outputs[0].finish_reason == "error"
     assert re.search(FAULTS[how], failed.outputs[0].error)
-    for one, other in zip(found, expected, strict=True):
-        assert one.outputs[0].finish_reason == "length"
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        own, before = one.outputs[0].part_arrays, other.outputs[0].part_arrays
-        assert (own is None) == (before is None)
-        for name, array in (own or {}).get("activation_taps", {}).items():
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.outputs[0].finish_reason == "length"
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
+        arrays, before = output.outputs[0].part_arrays, other.outputs[0].part_arrays
+        assert (arrays is None) == (before is None)
+        for name, array in (arrays or {}).get("activation_taps", {}).items():
             assert (array.values == before["activation_taps"][name].values).all()
 
 
@@ -70,7 +70,7 @@ def test_requests_may_have_rows_of_different_forms(llm):
     assert arrays.values.shape == (7, 2)
     assert re.search(
         SOURCE + r"its read\(\) gave torch.float32 \[1\] for a position, expected torch.float32 "
-        r"\[4\], as for those before",
+        r"\[4\], as for earlier positions",
         squares.outputs[0].error,
     )
     assert "KeyError: 'direction'" in raises.outputs[0].error
@@ -96,7 +96,9 @@ def test_bad_arguments_are_refused(llm, args, message):
 
 def test_requests_that_pool_have_no_taps(llm):
     params = PoolingParams(plugin_args={"raw": {}})
-    with pytest.raises(RequestError, match=r"plugin_args.raw: expected none, for the request pool"):
+    with pytest.raises(
+        RequestError, match=r"plugin_args.raw: expected none, because the request pool"
+    ):
         llm.embed([[1, 2]], params)
 
 

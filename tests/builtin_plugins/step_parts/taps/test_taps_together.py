@@ -1,4 +1,4 @@
-"""Activation taps with all that steps do besides: each request gets what it gets alone."""
+"""Activation taps with all other features of steps: each request gets the same as alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def arrays_of(output):
 
 
 def contents(output):
-    """Return tokens, logprobs, and what taps read."""
+    """Return tokens, logprobs, and readings of taps."""
     completion = output.outputs[0]
     logprobs = [{token: entry.logprob for token, entry in at.items()} for at in completion.logprobs]
     arrays = {
@@ -79,8 +79,8 @@ def contents(output):
 
 @torch.no_grad()
 def hidden_states(reference, ids):
-    found = reference(torch.tensor([ids]), output_hidden_states=True)
-    return [states[0] for states in found.hidden_states]
+    outputs = reference(torch.tensor([ids]), output_hidden_states=True)
+    return [states[0] for states in outputs.hidden_states]
 
 
 @pytest.mark.parametrize("form", nightly_but(FORMS, "chunks", "preemption", "drafts"))
@@ -105,8 +105,8 @@ def test_taps_of_a_batch_are_as_each_alone(folder, reference, form):
             assert difference(output, prompts[index], reference) < NEAR, index
         if kind == KINDS[1]:
             expected = hidden_states(reference, ids[:-1])
-            found = arrays_of(output)["raw/0/layer_output"].values
-            np.testing.assert_allclose(found, expected[1], atol=NEAR)
+            values = arrays_of(output)["raw/0/layer_output"].values
+            np.testing.assert_allclose(values, expected[1], atol=NEAR)
             assert set(arrays_of(output)) == {
                 f"raw/{layer}/{place}"
                 for layer in (0, 2)
@@ -121,16 +121,16 @@ def test_taps_of_a_batch_are_as_each_alone(folder, reference, form):
 
 
 def test_a_change_is_that_of_a_hook_of_transformers(folder, reference):
-    """The logprobs are those of the reference with the same ramp added after a layer."""
+    """The logprobs are equal to the reference with the same ramp added after a layer."""
     prompt = [5, 17, 200, 31, 8]
     hooked = reference.model.layers[1].register_forward_hook(
         lambda _module, _args, result: result + 1.5 * torch.linspace(-1, 1, result.shape[-1])
     )
     args = {"add": {"strength": 1.5}}
     with LLM(str(folder), config=settings_of("plain"), max_model_len=64) as llm:
-        (found,) = llm.generate([prompt], all_logprobs(8, plugin_args=args))
+        (output,) = llm.generate([prompt], all_logprobs(8, plugin_args=args))
     try:
-        assert difference(found, prompt, reference) < NEAR
+        assert difference(output, prompt, reference) < NEAR
     finally:
         hooked.remove()
 
@@ -161,9 +161,9 @@ def test_with_an_adapter(folder, reference, tmp_path):
     settings = settings_of("plain") | {"adapters": {"max_loras": 1, "max_lora_rank": 8}}
     with LLM(str(folder), config=settings, max_model_len=64) as llm:
         params = all_logprobs(4, plugin_args={"raw": {"layers": [1]}})
-        (found,) = llm.generate([prompt], params, lora_request=lora("poet", 1, tmp_path))
-    ids = [*prompt, *found.outputs[0].token_ids][:-1]
-    values = arrays_of(found)["raw/1/layer_output"].values
+        (output,) = llm.generate([prompt], params, lora_request=lora("poet", 1, tmp_path))
+    ids = [*prompt, *output.outputs[0].token_ids][:-1]
+    values = arrays_of(output)["raw/1/layer_output"].values
     np.testing.assert_allclose(values, hidden_states(merged, ids)[2], rtol=1e-3, atol=1e-3)
 
 
@@ -205,8 +205,8 @@ def test_over_http(folder, reference):
         assert whole["shape"] == [5, 64]
         assert values.shape == (5 * 64,)
         chunks = server.events("/v1/completions", body | {"stream": True})
-        found = [c for chunk in chunks for c in chunk["choices"] if "part_arrays" in c]
-        assert [c["part_arrays"] for c in found] == [choice["part_arrays"]]
+        choices = [c for chunk in chunks for c in chunk["choices"] if "part_arrays" in c]
+        assert [c["part_arrays"] for c in choices] == [choice["part_arrays"]]
         plain = server.post("/v1/completions", body | {"plugin_args": {}}).json()
         assert "part_arrays" not in plain["choices"][0]
         ids = {"token_ids": [5, 6], "sampling_params": {"plugin_args": args, **params}}

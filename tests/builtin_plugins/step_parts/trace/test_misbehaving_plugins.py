@@ -20,16 +20,16 @@ def llm(scripted):
 
 
 def trace(llm, plugin_args=None, **fields):
-    given = {"temperature": 0.0, "max_tokens": 4, "plugin_args": plugin_args or {}, **fields}
-    (found,) = llm.debug.trace("say abc", SamplingParams(**given)).completions
-    return found
+    arguments = {"temperature": 0.0, "max_tokens": 4, "plugin_args": plugin_args or {}, **fields}
+    (completion,) = llm.debug.trace("say abc", SamplingParams(**arguments)).completions
+    return completion
 
 
 def who_dropped_the_best(token):
     """The change after which the model's likeliest token is no longer the likeliest."""
-    best = max(token.candidates, key=lambda one: one.logit)
+    best = max(token.candidates, key=lambda candidate: candidate.logit)
     for place, change in enumerate(token.changes):
-        values = {one.token_id: one.logits[place] for one in token.candidates}
+        values = {candidate.token_id: candidate.logits[place] for candidate in token.candidates}
         if values[best.token_id] is None or values[best.token_id] < max(
             value for value in values.values() if value is not None
         ):
@@ -38,17 +38,17 @@ def who_dropped_the_best(token):
 
 
 def test_without_changes_there_is_nobody_to_find(llm):
-    found = trace(llm)
-    assert found.text == " abc"
-    assert [token.changes for token in found.tokens] == [[]] * 4
-    assert [token.rank for token in found.tokens] == [1] * 4
-    assert all(token.draw.greedy and token.draw.sampler == "default" for token in found.tokens)
+    traced = trace(llm)
+    assert traced.text == " abc"
+    assert [token.changes for token in traced.tokens] == [[]] * 4
+    assert [token.rank for token in traced.tokens] == [1] * 4
+    assert all(token.draw.greedy and token.draw.sampler == "default" for token in traced.tokens)
 
 
 def test_a_bias_of_the_wrong_sign(llm):
-    found = trace(llm, {"wrong_sign": {"amount": 200.0}})
-    assert found.text == " abc"  # an x was to come
-    (change,) = found.tokens[0].changes
+    traced = trace(llm, {"wrong_sign": {"amount": 200.0}})
+    assert traced.text == " abc"  # an x was to come
+    (change,) = traced.tokens[0].changes
     assert (change.phase, change.plugin) == ("bias", "wrong_sign")
     assert change.package == "module support.planted"
     (moved,) = change.tokens
@@ -58,63 +58,63 @@ def test_a_bias_of_the_wrong_sign(llm):
 
 
 def test_a_penalty_that_is_too_harsh(llm):
-    found = trace(llm, {"harsh": {}}, max_tokens=6)
-    assert found.text[:4] == " abc"
-    assert found.text[4] != " "
-    token = found.tokens[4]
+    traced = trace(llm, {"harsh": {}}, max_tokens=6)
+    assert traced.text[:4] == " abc"
+    assert traced.text[4] != " "
+    token = traced.tokens[4]
     change = who_dropped_the_best(token)
     assert (change.phase, change.plugin, change.num_changed) == ("penalty", "harsh", 4)
-    assert {one.text for one in change.tokens} == {" ", "a", "b", "c"}
+    assert {changed.text for changed in change.tokens} == {" ", "a", "b", "c"}
     assert token.rank > 1
 
 
 def test_a_temperature_that_turns_logits_round(llm):
-    found = trace(llm, {"inverted": {}}, temperature=0.7, seed=1)
-    change = who_dropped_the_best(found.tokens[0])
+    traced = trace(llm, {"inverted": {}}, temperature=0.7, seed=1)
+    change = who_dropped_the_best(traced.tokens[0])
     assert (change.phase, change.plugin) == ("temperature", "inverted")
     assert change.num_changed == 257
-    assert found.tokens[0].draw.seed == 1
+    assert traced.tokens[0].draw.seed == 1
 
 
 def test_a_truncation_that_keeps_one(llm):
-    found = trace(llm, {"keeps_one": {}})
-    assert found.text != " abc"
-    change = who_dropped_the_best(found.tokens[0])
+    traced = trace(llm, {"keeps_one": {}})
+    assert traced.text != " abc"
+    change = who_dropped_the_best(traced.tokens[0])
     assert (change.phase, change.plugin) == ("truncate", "keeps_one")
     assert (change.num_removed, change.num_left) == (256, 1)
     assert change.tokens[0].text == " "
     assert change.tokens[0].after is None
-    assert [one.probability for one in found.tokens[0].candidates][:2] == [1.0, 0.0]
-    assert found.tokens[0].rank == 2
+    assert [candidate.probability for candidate in traced.tokens[0].candidates][:2] == [1.0, 0.0]
+    assert traced.tokens[0].rank == 2
 
 
 def test_a_forced_token(llm):
-    found = trace(llm, {"forces": {}})
-    assert found.text == "zzzz"
-    change = who_dropped_the_best(found.tokens[0])
+    traced = trace(llm, {"forces": {}})
+    assert traced.text == "zzzz"
+    change = who_dropped_the_best(traced.tokens[0])
     assert (change.phase, change.plugin, change.num_left) == ("force", "forces", 1)
-    assert found.tokens[0].token_id == FORCED
+    assert traced.tokens[0].token_id == FORCED
 
 
 def test_a_mask_names_the_part_that_made_it(llm):
     params = SamplingParams(temperature=0.0, max_tokens=2)
-    (found,) = llm.debug.trace("say abc", params, tags={"only": "digits"}).completions
-    assert found.text.isdigit()
-    change = who_dropped_the_best(found.tokens[0])
+    (traced,) = llm.debug.trace("say abc", params, tags={"only": "digits"}).completions
+    assert traced.text.isdigit()
+    change = who_dropped_the_best(traced.tokens[0])
     assert (change.phase, change.plugin, change.num_left) == ("mask", "digits", 10)
     assert change.package == "module support.planted"
 
 
 def test_a_grammar_is_named(llm):
-    found = trace(llm, structured={"choice": ["yes", "no"]})
-    change = who_dropped_the_best(found.tokens[0])
+    traced = trace(llm, structured={"choice": ["yes", "no"]})
+    change = who_dropped_the_best(traced.tokens[0])
     assert (change.phase, change.plugin) == ("mask", "structured_output")
     assert change.package.startswith("hardpoint ")
     assert change.num_left == 2
 
 
 def test_changes_come_in_the_order_in_which_they_were_made(llm):
-    found = trace(
+    traced = trace(
         llm,
         {"wrong_sign": {"amount": 1.0}, "forces": {}},
         temperature=0.5,
@@ -124,20 +124,20 @@ def test_changes_come_in_the_order_in_which_they_were_made(llm):
         presence_penalty=0.5,
         logit_bias={FORCED: 100.0},
     )
-    names = [change.plugin for change in found.tokens[1].changes]
+    names = [change.plugin for change in traced.tokens[1].changes]
     assert (names[0], set(names[1:3])) == ("structured_output", {"wrong_sign", "logit_bias"})
     assert names[3:] == ["penalties", "temperature", "top_k", "forces"]
 
 
 def test_a_request_that_ends_with_an_error_shows_what_led_to_it(llm):
-    found = trace(llm, {"bans": {}})
-    assert found.finish_reason == "error"
-    assert "it left no token to choose" in found.error
-    (token,) = found.tokens
+    traced = trace(llm, {"bans": {}})
+    assert traced.finish_reason == "error"
+    assert "it left no token to choose" in traced.error
+    (token,) = traced.tokens
     assert token.token_id is None
     (change,) = token.changes
     assert (change.phase, change.plugin, change.num_left) == ("mask", "bans", 0)
-    assert "no token was chosen" in Trace(completions=[found]).table()
+    assert "no token was chosen" in Trace(completions=[traced]).table()
 
 
 def test_a_fault_costs_the_trace_of_others_nothing(llm):

@@ -1,4 +1,4 @@
-"""Notes on what a trace leaves out: positions, rows of a step, those of another engine, steps."""
+"""Notes on omissions of a trace: positions, rows of a step, tokens of another engine, steps."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def opened(scripted, **options):
 
 def test_positions_beyond_the_limit(scripted):
     with opened(scripted, positions=2, candidates=1) as llm:
-        (found,) = llm.debug.trace("say abc", SamplingParams(**GREEDY)).completions
-    assert [token.position for token in found.tokens] == [0, 1]
-    assert [len(token.candidates) for token in found.tokens] == [1, 1]
-    assert found.notes == ["positions from 2 on have no record (plugin.trace.positions)"]
-    assert len(found.token_ids) == 6
+        (completion,) = llm.debug.trace("say abc", SamplingParams(**GREEDY)).completions
+    assert [token.position for token in completion.tokens] == [0, 1]
+    assert [len(token.candidates) for token in completion.tokens] == [1, 1]
+    assert completion.notes == ["positions from 2 on have no record (plugin.trace.positions)"]
+    assert len(completion.token_ids) == 6
 
 
 def test_rows_of_a_step_beyond_the_limit(scripted):
@@ -51,10 +51,10 @@ def test_positions_of_another_engine(scripted):
         (whole,) = llm.debug.trace("say abc", SamplingParams(**GREEDY)).completions
         ids = llm.tokenizer.encode("say abc")
         prompt = {"prompt_token_ids": ids, "output_token_ids": [whole.token_ids[:4]]}
-        (found,) = llm.debug.trace(prompt, SamplingParams(**GREEDY)).completions
-    assert found.token_ids == whole.token_ids
-    assert [token.position for token in found.tokens] == [4, 5]
-    assert found.notes == [
+        (completion,) = llm.debug.trace(prompt, SamplingParams(**GREEDY)).completions
+    assert completion.token_ids == whole.token_ids
+    assert [token.position for token in completion.tokens] == [4, 5]
+    assert completion.notes == [
         "positions before 4 came with the request, of a fork or another engine: no record"
     ]
 
@@ -65,9 +65,9 @@ def test_a_stop_string_ends_a_trace(scripted, n):
     with opened(scripted) as llm:
         (whole, *_) = llm.debug.trace("say abc", SamplingParams(**GREEDY)).completions
         params = SamplingParams(**GREEDY, n=n, stop=["bc"])
-        found = llm.debug.trace("say abc", params).completions
-    assert len(found) == n
-    for completion in found:
+        completions = llm.debug.trace("say abc", params).completions
+    assert len(completions) == n
+    for completion in completions:
         assert completion.finish_reason == "stop"
         length = len(completion.token_ids)
         assert 0 < length < len(whole.token_ids)
@@ -77,13 +77,13 @@ def test_a_stop_string_ends_a_trace(scripted, n):
 
 
 def test_a_request_asks_for_a_number_of_candidates(scripted):
-    given = GREEDY | {"top_k": 30, "temperature": 1.0, "seed": 1}
+    settings = GREEDY | {"top_k": 30, "temperature": 1.0, "seed": 1}
     with opened(scripted, candidates=5) as llm:
-        asked = [
-            SamplingParams(**given, include=["trace"], plugin_args=arguments)
+        params_list = [
+            SamplingParams(**settings, include=["trace"], plugin_args=arguments)
             for arguments in ({}, {"trace": {}}, {"trace": {"candidates": 20}})
         ]
-        outputs = llm.generate(["say abc"] * 3, asked)
+        outputs = llm.generate(["say abc"] * 3, params_list)
         traces = [trace_of(output).completions[0] for output in outputs]
         with pytest.raises(RequestError, match="plugin_args.trace.candidates: .*<= 20, got 21"):
             llm.debug.trace("a", SamplingParams(plugin_args={"trace": {"candidates": 21}}))
@@ -136,10 +136,12 @@ def test_an_event_loop_gets_the_same(scripted):
 
     with opened(scripted) as llm:
         expected = llm.debug.trace("say abc", params)
-    found = asyncio.run(traced())
-    tokens = [[one.tokens for one in trace.completions] for trace in (found, expected)]
+    result = asyncio.run(traced())
+    tokens = [
+        [completion.tokens for completion in trace.completions] for trace in (result, expected)
+    ]
     assert tokens[0] == tokens[1]
-    assert [one.index for one in found.completions] == [0, 1]
+    assert [completion.index for completion in result.completions] == [0, 1]
 
 
 class Recorded:

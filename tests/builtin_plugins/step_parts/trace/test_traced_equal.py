@@ -1,4 +1,4 @@
-"""Tokens of traced requests and of those beside them are those without traces."""
+"""Tokens of traced requests and of requests beside them are equal without traces."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def traced(jobs):
 
 
 def run_outputs(engine, jobs):
-    """The last output of each job, three of which join before each step."""
-    waiting, found = list(jobs), {}
+    """The last output of each job; three jobs join before each step."""
+    waiting, finished = list(jobs), {}
     while waiting or engine.has_unfinished_requests():
         for job in waiting[:3]:
             engine.add_request(*job)
         waiting = waiting[3:]
-        found |= {output.request_id: output for output in engine.step() if output.finished}
-    return found
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return finished
 
 
 def merged(*settings):
@@ -52,24 +52,24 @@ def check_whole(output):
     for completion in trace_of(output).completions:
         ids = output.outputs[completion.index].token_ids
         assert completion.token_ids == ids
-        assert [one.position for one in completion.tokens] == list(range(len(ids)))
-        assert [one.token_id for one in completion.tokens] == ids
+        assert [token.position for token in completion.tokens] == list(range(len(ids)))
+        assert [token.token_id for token in completion.tokens] == ids
         assert completion.notes == []
-        for one in completion.tokens:
-            assert one.token_id in {candidate.token_id for candidate in one.candidates}
-            assert len(one.candidates) <= 3
-            logits = {len(candidate.logits) for candidate in one.candidates}
-            assert logits == {len(one.changes)}
-            best = max(one.candidates, key=lambda each: (each.logits or [each.logit])[-1] or -1e9)
-            if one.draw.greedy:
-                assert best.probability == max(each.probability for each in one.candidates)
-            elif all(each.noise is not None for each in one.candidates):
+        for token in completion.tokens:
+            assert token.token_id in {candidate.token_id for candidate in token.candidates}
+            assert len(token.candidates) <= 3
+            logits = {len(candidate.logits) for candidate in token.candidates}
+            assert logits == {len(token.changes)}
+            best = max(token.candidates, key=lambda each: (each.logits or [each.logit])[-1] or -1e9)
+            if token.draw.greedy:
+                assert best.probability == max(each.probability for each in token.candidates)
+            elif all(each.noise is not None for each in token.candidates):
                 sums = {
                     each.token_id: (each.logits or [each.logit])[-1] + each.noise
-                    for each in one.candidates
+                    for each in token.candidates
                     if (each.logits or [each.logit])[-1] is not None
                 }
-                assert max(sums, key=sums.__getitem__) == one.token_id
+                assert max(sums, key=sums.__getitem__) == token.token_id
         assert sum(step.num_tokens for step in completion.steps) >= len(ids)
 
 
@@ -79,11 +79,11 @@ def test_tokens_are_those_without_traces(open_engine, jobs, expected, level):
     if level == "drafts":
         settings = merged(settings, drafting(jobs, expected))
     engine = open_engine(merged(settings, NO_LIMIT))
-    found = run_outputs(engine, traced(jobs))
-    assert {name: [summary(output)] for name, output in found.items()} == expected
-    for output in found.values():
+    outputs = run_outputs(engine, traced(jobs))
+    assert {name: [summary(output)] for name, output in outputs.items()} == expected
+    for output in outputs.values():
         check_whole(output)
-    steps = [step for o in found.values() for c in trace_of(o).completions for step in c.steps]
+    steps = [step for o in outputs.values() for c in trace_of(o).completions for step in c.steps]
     if level == "few blocks":
         assert any(step.is_preempted for step in steps)
         assert any(step.is_resumed for step in steps)
@@ -91,7 +91,7 @@ def test_tokens_are_those_without_traces(open_engine, jobs, expected, level):
     if level == "drafts":
         accepted = sum(step.num_accepted or 0 for step in steps)
         assert 0 < accepted < sum(len(step.drafts) for step in steps)
-        tokens = [t for o in found.values() for c in trace_of(o).completions for t in c.tokens]
+        tokens = [t for o in outputs.values() for c in trace_of(o).completions for t in c.tokens]
         outcomes = {t.draft == t.token_id for t in tokens if t.draft is not None}
         assert outcomes == {True, False}
     some = [*traced(jobs[::2]), *jobs[1::2]]
@@ -101,8 +101,8 @@ def test_tokens_are_those_without_traces(open_engine, jobs, expected, level):
 def test_a_trace_names_no_other_request(open_engine, jobs):
     engine = open_engine(SMALL | {"scheduler": {"max_num_seqs": 4}})
     secret = [(f"secret-{name}", prompt, params) for name, prompt, params in jobs]
-    found = run_outputs(engine, [*traced(jobs[:2]), *secret[2:]])
+    outputs = run_outputs(engine, [*traced(jobs[:2]), *secret[2:]])
     for name, _, _ in jobs[:2]:
-        text = msgspec.json.encode(trace_of(found[name])).decode()
+        text = msgspec.json.encode(trace_of(outputs[name])).decode()
         assert "secret" not in text
-        assert max(step.num_requests for step in trace_of(found[name]).completions[0].steps) > 1
+        assert max(step.num_requests for step in trace_of(outputs[name]).completions[0].steps) > 1

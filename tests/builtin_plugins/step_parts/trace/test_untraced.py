@@ -16,7 +16,7 @@ FIELDS = {"temperature": 0.8, "seed": 1, "top_k": 5, "logit_bias": {65: 1.0}, "m
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations on tensors, each of which is at least a kernel."""
+    """Counts the operations on tensors, each of them at least a kernel."""
 
     def __init__(self):
         super().__init__()
@@ -75,13 +75,13 @@ def test_the_part_adds_neither_an_operation_nor_a_call(engines):
     assert differences(counted(having, traced=False), expected) == []
 
 
-def differences(found, expected):
-    """Return the names of what was called more or less often, with both numbers."""
+def differences(actual, expected):
+    """Return the names called more or less often, with both numbers."""
     return [
-        (name, one[name], other[name])
-        for one, other in zip(found, expected, strict=True)
-        for name in one.keys() | other.keys()
-        if one[name] != other[name]
+        (name, counts[name], other[name])
+        for counts, other in zip(actual, expected, strict=True)
+        for name in counts.keys() | other.keys()
+        if counts[name] != other[name]
     ]
 
 

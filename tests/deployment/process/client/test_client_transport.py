@@ -43,7 +43,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def own(scripted):
+def process_llm(scripted):
     with LLM(config=config(scripted)) as llm:
         yield llm
 
@@ -79,7 +79,7 @@ def test_one_reader_per_engine_and_none_without(scripted):
 # What is sent
 
 
-def test_the_text_of_a_prompt_stays_here(own, monkeypatch):
+def test_the_text_of_a_prompt_stays_here(process_llm, monkeypatch):
     sent: list[bytes] = []
     send = EngineSockets._sent
 
@@ -88,7 +88,7 @@ def test_the_text_of_a_prompt_stays_here(own, monkeypatch):
         return send(sockets, frames)
 
     monkeypatch.setattr(EngineSockets, "_sent", noted)
-    assert still_serves(own)
+    assert still_serves(process_llm)
     assert [each[:1] for each in sent] == [RequestType.ADD]
     assert b"say abc" not in sent[0]
 
@@ -96,8 +96,8 @@ def test_the_text_of_a_prompt_stays_here(own, monkeypatch):
 # Waiting
 
 
-def test_a_step_that_waits_no_longer_than_asked(own, tmp_path):
-    engine, held = engine_of(own), HeldSteps(tmp_path)
+def test_a_step_that_waits_no_longer_than_asked(process_llm, tmp_path):
+    engine, held = engine_of(process_llm), HeldSteps(tmp_path)
     engine.add_request("a", "x", slowed(held.slow(), 1))
     wait_until(held.have_begun, what="the step")
     began = time.monotonic()
@@ -110,13 +110,13 @@ def test_a_step_that_waits_no_longer_than_asked(own, tmp_path):
     (output,) = engine.step(timeout=PATIENCE_S)  # nothing was lost
     assert output.finished
     assert engine.step(timeout=0.01) == []  # there is nothing to wait for
-    assert still_serves(own)
+    assert still_serves(process_llm)
 
 
-def test_a_batch_without_outputs_is_a_step_without_any(own, tmp_path):
-    engine, held = engine_of(own), HeldSteps(tmp_path)
+def test_a_batch_without_outputs_is_a_step_without_any(process_llm, tmp_path):
+    engine, held = engine_of(process_llm), HeldSteps(tmp_path)
     engine.add_request("a", "x", slowed(held.slow(), 1))
-    with output_of(own) as socket:
+    with output_of(process_llm) as socket:
         socket.send_multipart(Encoder().encode(EngineCoreOutputs()))
         assert engine.step() == []
     held.let_go()
@@ -299,11 +299,11 @@ def test_a_stopped_engine_holds_up_nothing_but_its_requests(serve, monkeypatch):
             tasks = await until_it_takes_no_more(llm)
             pulse = Pulse()
             more = [asyncio.create_task(collect(llm, [7] * 8000)) for _ in range(5)]
-            asked = asyncio.create_task(llm.engines.scheduler_stats())
+            stats = asyncio.create_task(llm.engines.scheduler_stats())
             await asyncio.sleep(0)
-            assert not asked.done()  # it waits beside the loop
+            assert not stats.done()  # it waits beside the loop
             with pytest.raises(EngineTimeoutError, match="did not answer scheduler_stats within"):
-                await asked
+                await stats
             for task in tasks + more[1:]:
                 task.cancel()
             for end in await asyncio.gather(*tasks, *more[1:], return_exceptions=True):

@@ -18,7 +18,7 @@ END = EngineDeadError("gone")
 
 
 class Taker:
-    """Notes what it is handed."""
+    """Notes its items."""
 
     def __init__(self) -> None:
         self.items: list = []

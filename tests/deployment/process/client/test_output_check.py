@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hardpoint.host.system.encoding import WireError
+from hardpoint.host.system.encoding import Encoder, WireError
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -156,6 +156,67 @@ def test_what_does_not_belong_to_a_request_is_an_error(name):
         check.check(WRONG[name])
 
 
+def received(check, batch):
+    """Encode, decode and check a message, as the reader of an engine does."""
+    message = check.decoder.decode(Encoder().encode(batch))
+    check.check(message, check.decoder.rare_fields)
+    return message
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_an_error_is_one_as_received(name):
+    """The decoder checks token ids, and tells which fields are to be checked."""
+    with pytest.raises(WireError, match="expected"):
+        received(checker(logprobs=2, prompt_logprobs=1, include=["x"]), WRONG[name])
+
+
+@pytest.mark.parametrize("field", WRONG_ALONE)
+def test_each_field_is_checked_as_received_among_plain_outputs(field):
+    check = checker(include=["x"])
+    check.add([request_of(1)])
+    plain = EngineCoreOutput(request_id="r1", new_token_ids=[5])
+    wrong = EngineCoreOutput(request_id="r", new_token_ids=[5], **{field: WRONG_ALONE[field]})
+    with pytest.raises(WireError, match=f"output of 'r': {field}"):
+        received(check, EngineCoreOutputs(outputs=[plain, wrong, plain]))
+
+
+def test_a_received_message_equals_the_one_that_was_sent():
+    """Nothing is lost where rare fields have values of their declared types."""
+    check = checker(include=["x"], prompt_logprobs=1)
+    rare = {
+        "num_cached_tokens": 1,
+        "events": [EngineCoreEvent(EngineCoreEventType.QUEUED, 1.5)],
+        "prompt_logprobs": [None, TokenLogprobs([2, 3], [-1.0, -2.0], 1)],
+        "prefill_stats": PrefillStats(1, 1, 5),
+        "weight_runs": [WeightRun(0, "a", "a")],
+        "part_figures": {"x": {"count": 3}},
+        "finish_reason": FinishReason.LENGTH,
+    }
+    batch = one(new_token_ids=[5], **rare)
+    message = received(check, batch)
+    assert check.decoder.rare_fields == rare.keys() - {"prompt_logprobs"}
+    assert message == batch
+    assert batch == message
+    assert message.outputs == batch.outputs
+    assert message.outputs[0] != one(new_token_ids=[6], **rare).outputs[0]
+    received(check, EngineCoreOutputs())
+    assert check.decoder.rare_fields == set()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("finish_reason", 77), ("events", 5), ("error", 3), ("weight_runs", ["a"])]
+)
+def test_a_rare_field_of_another_type_is_an_error_that_names_it(field, value):
+    batch = {"type": "EngineCoreOutputs", "outputs": [{"request_id": "r", field: value}]}
+    with pytest.raises(WireError, match=rf"outputs\[0\]\.{field}: "):
+        received(checker(), batch)
+
+
+def test_a_token_out_of_the_vocabulary_is_an_error_that_names_its_place():
+    with pytest.raises(WireError, match=r"outputs\[0\]\.new_token_ids\[1\]: expected .*299"):
+        received(checker(), one(new_token_ids=[5, 300]))
+
+
 @pytest.mark.parametrize("field", WRONG_ALONE)
 def test_each_field_is_checked_if_it_is_the_only_one(field):
     with pytest.raises(WireError, match=f"output of 'r': {field}"):
@@ -270,7 +331,7 @@ def request_of(number):
 def test_requests_that_cannot_be_sent_are_not_expected(count):
     """They would stay in the table for as long as the engine runs."""
     client = Client(encodes=False)
-    calls = [client.offer_requests, client.add_requests, lambda given: client.add_request(given[0])]
+    calls = [client.offer_requests, client.add_requests, lambda sent: client.add_request(sent[0])]
     for number in range(1000):
         requests = [request_of(number * 2 + more) for more in range(count)]
         with pytest.raises(UnsendableError):

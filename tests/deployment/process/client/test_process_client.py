@@ -1,4 +1,4 @@
-"""A client of an engine process: what is sent and what comes back, errors included."""
+"""A client of an engine process: its messages and the answers, errors included."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def slow(seconds: float, max_tokens: int = 400) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def own(scripted):
+def process_llm(scripted):
     with LLM(config=config(scripted)) as llm:
         yield llm
 
@@ -63,8 +63,8 @@ def here(scripted):
 
 
 @pytest.fixture
-def llm(in_process, own, here):
-    return here if in_process else own
+def llm(in_process, process_llm, here):
+    return here if in_process else process_llm
 
 
 # The same errors in both modes
@@ -134,12 +134,12 @@ class TestRefusals:
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-def test_callables_are_for_this_process(own, here, scripted, in_process):
+def test_callables_are_for_this_process(process_llm, here, scripted, in_process):
     """The engine's, and its workers' as well."""
     params = SamplingParams(max_tokens=2, logits_processors=[lambda _ids, logits: logits])
     assert here.generate("x", params)[0].finished
     with contextlib.ExitStack() as stack:
-        elsewhere = own
+        elsewhere = process_llm
         if in_process:
             tables = config(scripted, in_process=True) | {"executor": {"use": "multiproc"}}
             elsewhere = stack.enter_context(LLM(config=tables))
@@ -156,24 +156,24 @@ def test_callables_are_for_this_process(own, here, scripted, in_process):
 # Questions
 
 
-def test_questions_over_the_wire(own):
-    engine = engine_of(own)
+def test_questions_over_the_wire(process_llm):
+    engine = engine_of(process_llm)
     engine.add_request("a", "x", slow(0.03))
     engine.add_request("b", "x", slow(0.03))
     engine.step()
     assert engine.why_waiting("a") == {0: None}
     assert engine.why_waiting("b")[0].waiting_for.name == "SLOT"
-    stats = own.engines.scheduler_stats()
+    stats = process_llm.engines.scheduler_stats()
     assert (stats.num_running, stats.num_waiting) == (1, 1)
     engine.abort_requests(["a", "b"])
-    own.reset_prefix_cache(recompute_running=True)
-    meters = own.plugins.meters()
+    process_llm.reset_prefix_cache(recompute_running=True)
+    meters = process_llm.plugins.meters()
     assert meters["slow"].rows >= 1
-    assert own.plugins.health().ok
+    assert process_llm.plugins.health().ok
 
 
-def test_only_what_is_declared_can_be_called(own):
-    client = own.llm_engine.parts.client
+def test_only_what_is_declared_can_be_called(process_llm):
+    client = process_llm.llm_engine.parts.client
     with pytest.raises(
         RequestError,
         match="method: expected one of call_part, collective_rpc, .*, got 'close'",
@@ -183,11 +183,11 @@ def test_only_what_is_declared_can_be_called(own):
         client.call("why_waiting", "r").result(PATIENCE_S)
     with pytest.raises(RequestError, match="^UtilityCall: a builtins.object cannot travel"):
         client.call("why_waiting", [object()])
-    assert still_serves(own)
+    assert still_serves(process_llm)
 
 
-def test_a_step_without_requests_returns_at_once(own):
-    assert own.llm_engine.step() == []
+def test_a_step_without_requests_returns_at_once(process_llm):
+    assert process_llm.llm_engine.step() == []
 
 
 def test_a_question_that_is_not_answered_in_time(scripted, tmp_path):
@@ -206,8 +206,8 @@ def test_a_question_that_is_not_answered_in_time(scripted, tmp_path):
         assert still_serves(llm)
 
 
-def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own, tmp_path):
-    held, known = HeldSteps(tmp_path), output_processor_of(engine_of(own))
+def test_ctrl_c_ends_the_requests_and_leaves_the_engine(process_llm, tmp_path):
+    held, known = HeldSteps(tmp_path), output_processor_of(engine_of(process_llm))
 
     def interrupt():
         wait_until(
@@ -219,11 +219,11 @@ def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own, tmp_path):
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        own.generate(["x", "y"], slowed(held.slow(0.05)))
-    assert not own.llm_engine.has_unfinished_requests()
-    assert len(open_calls_of(own)) == 0
-    assert still_serves(own)
-    stats = own.engines.scheduler_stats()
+        process_llm.generate(["x", "y"], slowed(held.slow(0.05)))
+    assert not process_llm.llm_engine.has_unfinished_requests()
+    assert len(open_calls_of(process_llm)) == 0
+    assert still_serves(process_llm)
+    stats = process_llm.engines.scheduler_stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 

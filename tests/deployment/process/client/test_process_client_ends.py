@@ -1,4 +1,4 @@
-"""The last words of an engine process, and what its client makes of them."""
+"""The last messages of an engine process, and the errors that its client raises."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ READY_MS = int(PATIENCE_S * 1000)
 
 @pytest.fixture
 def line():
-    """Sockets, the engine at their other end, and what was read."""
+    """Sockets, the engine at their other end, and the messages that were read."""
     sockets = EngineSockets()
     engine = Engine(sockets)
     engine.ready()
@@ -82,7 +82,7 @@ def fill(sockets) -> int:
 
 
 def heard_up_to(engine, kind) -> list:
-    """Read until a message of a kind comes, which is the last one that is returned."""
+    """Read until a message of a kind comes; return all, this one last."""
     messages = [engine.heard()]
     while messages[-1][0] != kind:
         messages.append(engine.heard())
@@ -355,7 +355,9 @@ def test_what_tries_again_is_not_encoded_again(stuck, monkeypatch):
     sockets, engine, _, _ = stuck
     encoded = []
     encode = Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda *given: encoded.append(1) or encode(*given))
+    monkeypatch.setattr(
+        Encoder, "encode", lambda *arguments: encoded.append(1) or encode(*arguments)
+    )
     attempt = sockets.attempt(RequestType.ADD, "a long request")
     assert not any(attempt() for _ in range(20))
     while not attempt():

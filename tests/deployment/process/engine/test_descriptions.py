@@ -1,4 +1,4 @@
-"""How messages describe an engine process that has ended, and what ran in it."""
+"""Messages describe an engine process that has ended, and its activity."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def with_global():
 
 
 def with_main_globals(function):
-    """Return a function as if `__main__` defined it, whose globals travel with it."""
+    """Return a function as if `__main__` defined it, with globals that travel with it."""
     code = function.__code__
     made = type(function)(code, {"LOCK": LOCK, "__name__": "__main__"}, function.__name__)
     made.__qualname__ = function.__qualname__

@@ -44,7 +44,7 @@ def small(monkeypatch):
 
 
 def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):
-    """Calls before it are answered, and so are those after the connection is made again."""
+    """Calls before it are answered, and calls after the connection is made again."""
     (client,) = serve().clients
     joins = Joins(client)
     client.send(RequestType.ADD, request("before"))
@@ -57,7 +57,7 @@ def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):
     (words,) = heard(caplog)
     assert words == (
         "the connection to client 0 was cut, as for a frame of more than 1048576 bytes; "
-        "it is restored, what was sent in between is lost"
+        "it is restored, messages in between are lost"
     )
 
 

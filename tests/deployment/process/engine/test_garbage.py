@@ -13,11 +13,11 @@ from hardpoint.process.engine.garbage import LongCollections, settle_heap
 @pytest.mark.parametrize(("seconds", "is_logged"), [(0.3, True), (0.2, False)])
 def test_one_that_takes_long_is_logged(caplog, seconds, is_logged):
     times = iter([1.0, 1.0 + seconds])
-    one = LongCollections(0.25, clock=lambda: next(times))
+    collections = LongCollections(0.25, clock=lambda: next(times))
     with caplog.at_level(logging.WARNING, "hardpoint"):
-        one("stop", {"generation": 0, "collected": 0})  # of one that began before
-        one("start", {"generation": 2, "collected": 0})
-        one("stop", {"generation": 2, "collected": 7})
+        collections("stop", {"generation": 0, "collected": 0})  # of one that began before
+        collections("start", {"generation": 2, "collected": 0})
+        collections("stop", {"generation": 2, "collected": 7})
     expected = (
         "a garbage collection of generation 2 took 0.300 s, and found 7 objects "
         "(engine.long_collection_seconds)"

@@ -13,7 +13,7 @@ from hardpoint.process.child_processes import naming
 
 @pytest.fixture
 def run(tmp_path):
-    """Run a program of which the process is that of an engine; return its output and its errors."""
+    """Run a program in an engine's process; return its output and its errors."""
 
     def start(code: str) -> tuple[str, str]:
         done = forked_python().run(["-c", code], tmp_path, dict(os.environ))

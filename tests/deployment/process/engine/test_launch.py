@@ -73,13 +73,13 @@ def test_interpreter_is_the_parents(child, tmp_path, monkeypatch):
 
 def test_kept_interpreter_starts_the_same_again(child, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    kept = Interpreter.current()
+    interpreter = Interpreter.current()
     monkeypatch.chdir("/")
     monkeypatch.setattr(sys, "path", ["/elsewhere"])
-    child("say([os.getcwd(), sys.path])", interpreter=kept)
+    child("say([os.getcwd(), sys.path])", interpreter=interpreter)
     directory, path = output_of(tmp_path)
     assert directory == str(tmp_path)
-    assert path == kept.path
+    assert path == interpreter.path
 
 
 def test_removed_directory_is_no_obstacle(child, tmp_path, monkeypatch):
@@ -258,7 +258,7 @@ def test_main_object_that_cannot_be_rebuilt(child):
         del sys.modules["here_alone"]
     failure = failure_of(child("pass", launch(main_objects=data)))
     assert type(failure) is PluginLoadError
-    assert str(failure).startswith("__main__: what the program defines cannot be rebuilt in the ")
+    assert str(failure).startswith("__main__: definitions of the program cannot be rebuilt in the ")
     assert "No module named 'here_alone'" in str(failure)
 
 

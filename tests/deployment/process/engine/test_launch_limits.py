@@ -1,4 +1,4 @@
-"""A child whose parent stops in the middle of the launch does not wait for ever."""
+"""A child does not wait for ever if its parent stops in the middle of the launch."""
 
 from __future__ import annotations
 

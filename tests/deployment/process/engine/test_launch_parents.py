@@ -1,4 +1,4 @@
-"""Engine processes of every kind of parent: scripts, threads, shells, and those that die."""
+"""Engine processes of every kind of parent: scripts, threads, shells, and dying ones."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ if others[-1] == 0:
 
 @pytest.mark.parametrize("before", ["", FORKING], ids=["alone", "forked"])
 def test_child_ends_when_the_parent_is_killed(parent, tmp_path, before):
-    """Also where another child of the parent holds what it inherited."""
+    """Also if another child of the parent holds its inherited descriptors."""
     script = tmp_path / "script.py"
     script.write_text(
         parent(WAITING_CHILD)

@@ -163,7 +163,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def sent(tmp_path_factory):
-    """The program's output, the bytes it sent, and those that cloudpickle alone would have sent."""
+    """The program's output, the bytes it sent, and the bytes of cloudpickle alone."""
     folder = tmp_path_factory.mktemp("program")
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), str(folder / "sent")]
@@ -341,7 +341,7 @@ def structs(draw, base=msgspec.Struct, first=0):
             field["default_factory"] = (
                 functools.partial(type(default), default)
                 if isinstance(default, (int, str, list, dict, tuple))
-                else (lambda kept=default: kept)
+                else (lambda value=default: value)
             )
         elif presence == "default" or (seen_default and not config.get("kw_only")):
             field["default"] = default
@@ -376,12 +376,12 @@ def outcome(cls, values):
     table = {names[name]: value for name, value in values.items()}
     if tag := cls.__struct_config__.tag:
         table[cls.__struct_config__.tag_field] = tag
-    given = table
+    message = table
     if cls.__struct_config__.array_like:
-        given = [tag] if tag else []
-        given += [table[name] for name in cls.__struct_encode_fields__]
+        message = [tag] if tag else []
+        message += [table[name] for name in cls.__struct_encode_fields__]
     try:
-        made = msgspec.convert(given, cls)
+        made = msgspec.convert(message, cls)
     except msgspec.ValidationError as error:
         return str(error)
     # omit_defaults compares by identity, which a copied default does not have

@@ -39,7 +39,7 @@ PROCESSORS = {"follows": Follows, "fixed": Fixed}
 
 
 class Desk:
-    """A reader with what came of its messages."""
+    """A reader with the results of its messages."""
 
     def __init__(self, clients=2, check=lambda _request: None):
         self.queues = LoopQueues(output=ClientSendQueues(clients))
@@ -92,7 +92,7 @@ ID_KEY = msgspec.msgpack.encode("request_id")
 class TestRequestsOfOneCall:
     def test_they_are_queued_together(self):
         (call,) = Desk().take(ADD_ALL, of_call(request("a"), request("b"))).queued
-        assert [one.request.request_id for one in call.requests] == ["a", "b"]
+        assert [prepared.request.request_id for prepared in call.requests] == ["a", "b"]
 
     def test_one_that_is_wrong_refuses_all_and_comes_first(self):
         desk = Desk(check=RequestCheck(50))
@@ -281,8 +281,8 @@ class TestWhatIsNone:
         desk = Desk().take(ADD, request("a", client_index=1))
         desk.take(ADD_ALL, of_call(request("b"), request("c", client_index=1)))
         desk.take(UTILITY, UtilityCall(1, 4, "pause", ["keep"]))
-        one, call, utility = desk.queued
-        requests = [one, *(prepared.request for prepared in call.requests)]
+        first, call, utility = desk.queued
+        requests = [first, *(prepared.request for prepared in call.requests)]
         assert [request.client_index for request in requests] == [0, 0, 0]
         assert utility == UtilityCall(0, 4, "pause", ["keep"])
 

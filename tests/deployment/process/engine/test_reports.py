@@ -46,8 +46,8 @@ def changes(rig, client=0):
 def index_of(rig, client=0):
     """An index that has read all changes that a client got; asserts that none are missing."""
     index = PrefixIndex(4)
-    for one in changes(rig, client):
-        assert index.apply(0, one)
+    for change in changes(rig, client):
+        assert index.apply(0, change)
     return index
 
 
@@ -58,7 +58,7 @@ def names_of_steps(rig):
 
 
 def is_idle(rig, client=0):
-    """Whether the last load of a client is that of an engine that has run four steps and ended."""
+    """Whether the last load of a client shows an engine that has run four steps and ended."""
     last = loads(rig, client)[-1:]
     return any(
         (load.num_running, load.num_waiting, load.kv_cache_usage) == (0, 0, 0)
@@ -209,9 +209,9 @@ class TestCache:
                 rig.send(request(str(number), prompt=[number] * 41))
                 rig.until(lambda number=number: len(rig.ends) == number + 1)
         index = index_of(rig)
-        found = [index.cached_prefix_tokens(request("x", [number] * 41)) for number in range(4)]
-        assert found[3] == {0: 40}
-        assert found[0] == {}
+        cached = [index.cached_prefix_tokens(request("x", [number] * 41)) for number in range(4)]
+        assert cached[3] == {0: 40}
+        assert cached[0] == {}
         assert len(index) <= 16
 
     def test_a_slow_client_loses_changes_and_gets_all_blocks(self, monkeypatch):
@@ -228,7 +228,7 @@ class TestCache:
             while not hasattr(rig.queues.output.pop(lambda client: client == 0)[1], "call_id"):
                 pass
             rig.collect()
-            complete = [index.apply(0, one) for one in changes(rig, 1)]
+            complete = [index.apply(0, change) for change in changes(rig, 1)]
             assert not complete[-1]
             assert index.cached_prefix_tokens(request("x", prompts[0])) == {}
             rig.send(UtilityCall(1, 7, "cached_blocks"))

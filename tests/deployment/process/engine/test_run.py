@@ -24,7 +24,7 @@ class Spec:
 
 @pytest.fixture
 def closed(monkeypatch):
-    """Stand-ins for what is heavy; each notes that it is closed, and the core then fails."""
+    """Stand-ins for heavy parts; each notes its close, and the core then fails."""
     closed = []
 
     def close_core():

@@ -274,11 +274,11 @@ def test_arrays_of_positions_follow_one_another():
             arrays = {"taps": {"b": [PartArray([7], [8])]}}
         queues.put(0, batch(output("x", [number], part_arrays=arrays)))
     (merged,) = queues.pop(lambda _: True)[1].outputs
-    found = {
+    positions = {
         key: [array.positions for array in arrays]
         for key, arrays in merged.part_arrays["taps"].items()
     }
-    assert found == {"a": [[0], [2]], "b": [[7]]}
+    assert positions == {"a": [[0], [2]], "b": [[7]]}
 
 
 def test_no_field_of_an_output_is_forgotten():

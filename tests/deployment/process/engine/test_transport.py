@@ -153,7 +153,7 @@ class TestAClientThatDoesNotRead:
 class TestTheEnd:
     @pytest.fixture
     def patient(self, monkeypatch):
-        """Gives clients longer to read what is left than they can need."""
+        """Gives clients longer to read the rest than they can need."""
         monkeypatch.setattr(engine_io, "_LINGER_MS", 60_000)
 
     def test_what_is_left_is_sent_and_a_clean_end_has_no_marker(self, serve, patient):

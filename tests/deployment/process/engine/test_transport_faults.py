@@ -1,4 +1,4 @@
-"""The threads beside the loop, when what they carry is wrong: whoever sent the rest is served."""
+"""The threads beside the loop with wrong messages: senders of right ones are served."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class TestRefusals:
     def test_a_check_that_fails_itself_is_a_refusal(self, serve, caplog):
         checks = RequestCheck(100_000)
 
-        def check(one):
-            checks(one)
-            raise {"key": KeyError("no such table"), "memory": MemoryError()}[one.request_id]
+        def check(sent):
+            checks(sent)
+            raise {"key": KeyError("no such table"), "memory": MemoryError()}[sent.request_id]
 
-        def only_bad(one):
-            if one.request_id in ("key", "memory"):
-                check(one)
+        def only_bad(sent):
+            if sent.request_id in ("key", "memory"):
+                check(sent)
 
         (client,) = serve(check=only_bad).clients
         for name in ("key", "memory", "good"):
@@ -252,7 +252,7 @@ def test_large_tensors_are_frames_of_requests_and_outputs(link):
 
 def test_a_large_tensor_in_a_call_is_refused_by_its_type(link):
     answered = link.sockets.call("why_waiting", torch.zeros(1000))
-    with pytest.raises(ValueError, match=r"request_ids: .*a torch.Tensor is none"):
+    with pytest.raises(ValueError, match=r"request_ids: .*a torch.Tensor cannot be converted"):
         answered.result(PATIENCE_S)
 
 

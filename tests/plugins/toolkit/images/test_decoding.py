@@ -1,4 +1,4 @@
-"""Encoded images become pixels: formats, what is done to colours, and what is refused first."""
+"""Encoded images become pixels: formats, colors, and rejected inputs."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def refused(decoder, data):
 def test_formats_without_loss_keep_every_pixel(decoder, format):
     image = gradient(13, 7)
     options = {"lossless": True} if format == "WEBP" else {}
-    found = decoder.decode(encoded(image, format, **options), PLACE)
-    assert (found.width, found.height) == (13, 7)
-    assert (pixels(found) == np.asarray(image)).all()
+    decoded = decoder.decode(encoded(image, format, **options), PLACE)
+    assert (decoded.width, decoded.height) == (13, 7)
+    assert (pixels(decoded) == np.asarray(image)).all()
 
 
 @pytest.mark.parametrize("format", ["JPEG", "GIF"])
 def test_others_are_what_pillow_makes_of_them(decoder, format, tmp_path):
     path = tmp_path / "image"
     path.write_bytes(encoded(gradient(33, 17), format))
-    found = decoder.decode(path.read_bytes(), PLACE)
-    assert (pixels(found) == np.asarray(Pillow.open(path).convert("RGB"))).all()
+    decoded = decoder.decode(path.read_bytes(), PLACE)
+    assert (pixels(decoded) == np.asarray(Pillow.open(path).convert("RGB"))).all()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -68,37 +68,37 @@ def test_the_orientation_of_exif_is_applied(decoder, orientation):
     for format in ("PNG", "WEBP"):
         options = {"lossless": True} if format == "WEBP" else {}
         data = encoded(image, format, exif=exif, **options)
-        found = decoder.decode(data, PLACE)
+        decoded = decoder.decode(data, PLACE)
         turned = image.copy()
         turned.getexif()[0x0112] = orientation
-        assert (pixels(found) == np.asarray(ImageOps.exif_transpose(turned))).all()
+        assert (pixels(decoded) == np.asarray(ImageOps.exif_transpose(turned))).all()
 
 
 def test_alpha_is_dropped_palettes_and_cmyk_become_colours(decoder):
     clear = Pillow.new("RGBA", (2, 1), (10, 20, 30, 0))
     assert pixels(decoder.decode(encoded(clear), PLACE))[0, 0].tolist() == [10, 20, 30]
     palette = gradient(8, 8).quantize(16)
-    found = pixels(decoder.decode(encoded(palette), PLACE))
-    assert (found == np.asarray(palette.convert("RGB"))).all()
+    pixels_of = pixels(decoder.decode(encoded(palette), PLACE))
+    assert (pixels_of == np.asarray(palette.convert("RGB"))).all()
     grey = Pillow.new("LA", (1, 1), (77, 3))
     assert pixels(decoder.decode(encoded(grey), PLACE))[0, 0].tolist() == [77, 77, 77]
     ink = Pillow.new("CMYK", (8, 8), (0, 255, 0, 0))
-    found = pixels(decoder.decode(encoded(ink, "JPEG"), PLACE))
-    assert np.abs(found[0, 0].astype(int) - [255, 0, 255]).max() < 8
+    pixels_of = pixels(decoder.decode(encoded(ink, "JPEG"), PLACE))
+    assert np.abs(pixels_of[0, 0].astype(int) - [255, 0, 255]).max() < 8
 
 
 def test_of_16_bits_the_high_ones_are_kept(decoder):
     values = np.arange(0, 65536, 8, dtype=np.uint16).reshape(64, 128)
-    found = pixels(decoder.decode(encoded(Pillow.fromarray(values)), PLACE))
-    assert (found[:, :, 0] == values >> 8).all()
-    assert (found[:, :, 0] == found[:, :, 2]).all()
+    pixels_of = pixels(decoder.decode(encoded(Pillow.fromarray(values)), PLACE))
+    assert (pixels_of[:, :, 0] == values >> 8).all()
+    assert (pixels_of[:, :, 0] == pixels_of[:, :, 2]).all()
 
 
 def test_of_a_gif_the_first_frame_is_taken_and_other_animations_are_refused(decoder):
     frames = [Pillow.new("RGB", (4, 4), colour) for colour in ("red", "lime", "blue")]
     options = {"save_all": True, "append_images": frames[1:]}
-    found = pixels(decoder.decode(encoded(frames[0], "GIF", **options), PLACE))
-    assert found[0, 0].tolist() == [255, 0, 0]
+    pixels_of = pixels(decoder.decode(encoded(frames[0], "GIF", **options), PLACE))
+    assert pixels_of[0, 0].tolist() == [255, 0, 0]
     for format in ("PNG", "WEBP"):
         message = refused(decoder, encoded(frames[0], format, **options))
         assert "expected an image of one frame, got 3 frames" in message

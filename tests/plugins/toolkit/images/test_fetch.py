@@ -1,4 +1,4 @@
-"""Images by URL: which are fetched, by which address, and what messages reveal of it."""
+"""Images by URL: permitted URLs, resolved addresses, and the contents of messages."""
 
 from __future__ import annotations
 
@@ -106,24 +106,26 @@ def refused(fetcher_, url):
 
 def test_nothing_is_fetched_unless_that_is_switched_on():
     assert not ImagesConfig().remote.enabled
-    asked = []
-    off = Fetcher(RemoteImagesConfig(), 10, resolve=lambda *where: asked.append(where))
+    resolved = []
+    off = Fetcher(RemoteImagesConfig(), 10, resolve=lambda *where: resolved.append(where))
     assert refused(off, "https://example.com/a.png").startswith("expected a data: URL, because")
-    assert asked == []
+    assert resolved == []
 
 
 def test_an_image_is_fetched_by_the_address_that_was_checked(serve):
     server = serve(image=response(DATA))
-    asked = []
+    connections = []
 
     def resolve(host, port):
-        asked.append((host, port))
+        connections.append((host, port))
         return [LOOPBACK]
 
     url = f"http://Images.Example.com:{server.port}/image?size=big#part"
     server.answers["/image?size=big"] = response(DATA)
     assert fetch(fetcher(server, resolve), url) == DATA
-    assert asked == [("images.example.com", server.port)]  # once: a name cannot change between
+    assert connections == [
+        ("images.example.com", server.port)
+    ]  # once: a name cannot change between
     (head,) = server.heads
     assert head.startswith("GET /image?size=big HTTP/1.1\r\n")
     assert f"\r\nHost: images.example.com:{server.port}\r\n" in head
@@ -207,7 +209,7 @@ def test_hosts_may_be_listed_and_each_redirect_is_checked(serve):
     for host in ("a.com", "x.b.com", "y.x.b.com", "A.COM", "a.com."):
         assert fetch(listed, f"http://{host}:{port}/image") == DATA
     assert fetch(listed, f"http://a.com:{port}/in") == DATA
-    words = "its host is none of those that are allowed (images.remote.hosts)"
+    words = "its host is not allowed by images.remote.hosts"
     for url in ("http://b.com", "http://evil.com", "http://xb.com", "http://a.com.evil.com"):
         assert refused(listed, f"{url}:{port}/image") == words
     assert refused(listed, f"http://a.com:{port}/out") == words
@@ -225,13 +227,13 @@ def test_redirects_lead_to_public_addresses_alone_and_not_on_and_on(serve):
     def resolve(host, port):
         return ["10.0.0.7"] if host == "inside.corp" else [LOOPBACK]
 
-    found = fetcher(server, resolve)
-    assert fetch(found, f"http://a.com:{port}/1") == DATA
+    redirecting = fetcher(server, resolve)
+    assert fetch(redirecting, f"http://a.com:{port}/1") == DATA
     server.answers["/4"] = redirect("/5")
-    assert "leads to more than 3 others" in refused(found, f"http://a.com:{port}/1")
-    assert refused(found, f"http://a.com:{port}/inside") == "its host has no public address"
-    assert "begins with https://" in refused(found, f"http://a.com:{port}/file")
-    assert "in its usual form" in refused(found, f"http://a.com:{port}/decimal")
+    assert "leads to more than 3 others" in refused(redirecting, f"http://a.com:{port}/1")
+    assert refused(redirecting, f"http://a.com:{port}/inside") == "its host has no public address"
+    assert "begins with https://" in refused(redirecting, f"http://a.com:{port}/file")
+    assert "in its usual form" in refused(redirecting, f"http://a.com:{port}/decimal")
 
 
 def test_a_name_that_changes_between_hops_is_checked_again(serve):
@@ -314,14 +316,17 @@ def test_https_asks_for_the_name_of_the_host_and_is_not_left_for_http(serve, cer
     server.answers["/down"] = redirect(f"http://a.com:{server.port}/image")
     server.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.tls.load_cert_chain(*certificate)
-    asked = []
-    server.tls.sni_callback = lambda connection, name, context: asked.append(name)
+    names = []
+    server.tls.sni_callback = lambda connection, name, context: names.append(name)
     trusting = ssl.create_default_context(cafile=str(certificate[0]))
-    found = fetcher(server, tls=trusting)
-    assert fetch(found, f"https://a.com:{server.port}/image") == DATA
-    assert asked == ["a.com"]
-    assert refused(found, f"https://a.com:{server.port}/down") == "it leads from https to http"
+    trusting_fetcher = fetcher(server, tls=trusting)
+    assert fetch(trusting_fetcher, f"https://a.com:{server.port}/image") == DATA
+    assert names == ["a.com"]
+    assert (
+        refused(trusting_fetcher, f"https://a.com:{server.port}/down")
+        == "it leads from https to http"
+    )
     # The certificate has to be of that name, and of an authority that is trusted.
     words = "its host does not answer as it should"
-    assert refused(found, f"https://b.com:{server.port}/image") == words
+    assert refused(trusting_fetcher, f"https://b.com:{server.port}/image") == words
     assert refused(fetcher(server), f"https://a.com:{server.port}/image") == words

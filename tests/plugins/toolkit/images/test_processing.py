@@ -1,4 +1,4 @@
-"""The processor of a model, in the process that decodes: what it makes, and its faults."""
+"""The processor of a model in the decoder process: its results and its faults."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def reader(media):
 def test_all_forms_of_an_image_are_processed_and_known_by_their_content(reader):
     picture = gradient(20, 10)
     array = np.asarray(picture)
-    own = Image(20, 10, array.tobytes())
-    expected = ProcessedImage(20, 10, own.content_hash, "small", picture.resize((4, 4)).tobytes())
+    whole = Image(20, 10, array.tobytes())
+    expected = ProcessedImage(20, 10, whole.content_hash, "small", picture.resize((4, 4)).tobytes())
     url = data_url(encoded(picture))
-    given = [picture, array, own, encoded(picture), url, ImageSource(url, "y"), expected]
-    found = reader.read([(f"x[{index}]", image) for index, image in enumerate(given)])
-    assert found == [expected] * len(given)
+    forms = [picture, array, whole, encoded(picture), url, ImageSource(url, "y"), expected]
+    results = reader.read([(f"x[{index}]", image) for index, image in enumerate(forms)])
+    assert results == [expected] * len(forms)
 
 
 TOO_MUCH = r"takes more than 60 s \(images.decode_seconds\) or too much memory$"
@@ -95,8 +95,8 @@ def test_a_fault_names_the_image_and_ends_nothing_else(reader, monkeypatch, name
         with pytest.raises(RequestError, match=REFUSED[name]) as caught:
             reader.read([("x", encoded(picture) if is_encoded else picture)])
     assert ("decoding and" in str(caught.value)) == (is_encoded and "takes" in REFUSED[name])
-    (found,) = reader.read([("x", gradient(9, 9))])
-    assert found.data == gradient(9, 9).resize((4, 4)).tobytes()
+    (processed,) = reader.read([("x", gradient(9, 9))])
+    assert processed.data == gradient(9, 9).resize((4, 4)).tobytes()
 
 
 def test_a_damaged_image_reaches_no_processor(reader):
@@ -119,15 +119,15 @@ def test_encoded_images_are_limited_together(reader):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "image",
     [
         ProcessedImage(4, 4, "00", "another", bytes(48)),
         ProcessedImage(4, 4, "00", "small", bytes(47)),
     ],
 )
-def test_what_another_model_has_made_is_refused(reader, given):
+def test_what_another_model_has_made_is_refused(reader, image):
     with pytest.raises(RequestError, match="^x: expected an image that this model's processor has"):
-        reader.read([("x", given)])
+        reader.read([("x", image)])
 
 
 def test_nor_is_it_taken_without_a_model():

@@ -42,19 +42,19 @@ def reader(folder):
     made.close()
 
 
-def read(reader, given):
-    return reader.read([("messages[0].content[1].image", given)])[0]
+def read(reader, source):
+    return reader.read([("messages[0].content[1].image", source)])[0]
 
 
-def refused(reader, given):
+def refused(reader, source):
     with pytest.raises(RequestError) as caught:
-        read(reader, given)
+        read(reader, source)
     assert str(caught.value).startswith("messages[0].content[1].image: ")
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "source",
     [
         DATA,
         bytearray(DATA),
@@ -70,15 +70,15 @@ def refused(reader, given):
         WHOLE,
         ImageSource(data_url(DATA), "input[0]"),
     ],
-    ids=lambda given: type(given).__name__,
+    ids=lambda source: type(source).__name__,
 )
-def test_forms_of_one_image_are_the_same(reader, given):
-    assert read(reader, given) == WHOLE
-    assert read(reader, given).content_hash == WHOLE.content_hash
+def test_forms_of_one_image_are_the_same(reader, source):
+    assert read(reader, source) == WHOLE
+    assert read(reader, source).content_hash == WHOLE.content_hash
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("source", "words"),
     [
         ("data:image/png," + "A" * 8, "expected a data: URL with base64"),
         ("data:;base64", "expected a data: URL with base64, data:image/png;base64,..., got"),
@@ -105,8 +105,8 @@ def test_forms_of_one_image_are_the_same(reader, given):
         (Image(-1, -1, b"xxx"), "expected 3 * width * height"),
     ],
 )
-def test_other_forms_are_refused(reader, given, words):
-    assert words in refused(reader, given)
+def test_other_forms_are_refused(reader, source, words):
+    assert words in refused(reader, source)
 
 
 def test_an_image_that_a_server_hands_over_has_its_own_place(reader):
@@ -115,12 +115,12 @@ def test_an_image_that_a_server_hands_over_has_its_own_place(reader):
 
 
 def test_paths_lead_into_permitted_folders(reader, folder, monkeypatch):
-    for given in (
+    for path in (
         folder / "a.png",
         str(folder / "inner" / ".." / "a.png"),
         f"file://{folder}/a.png",
     ):
-        assert read(reader, given) == WHOLE
+        assert read(reader, path) == WHOLE
     monkeypatch.chdir(folder)
     assert read(reader, "a.png") == WHOLE
     assert "expected an image in the format" in refused(reader, folder / "b.txt")
@@ -132,18 +132,18 @@ ELSEWHERE = ["/etc/passwd", "/proc/self/environ", "~/x.png", "../x.png", "file:/
 
 @pytest.mark.parametrize("name", [*NOWHERE, *ELSEWHERE])
 def test_and_nowhere_else(reader, folder, name):
-    given = [name] if name in ELSEWHERE else [folder / name, f"file://{folder}/{name}"]
-    for path in given:
-        found = refused(reader, path)
-        assert found.endswith("expected a path in one of images.folders")
-        assert str(folder) not in found  # where it would lead is the operator's to know
+    paths = [name] if name in ELSEWHERE else [folder / name, f"file://{folder}/{name}"]
+    for path in paths:
+        message = refused(reader, path)
+        assert message.endswith("expected a path in one of images.folders")
+        assert str(folder) not in message  # where it would lead is the operator's to know
     assert "without a host" in refused(reader, f"file://host{folder}/a.png")
 
 
 @pytest.mark.parametrize("name", ["missing.png", "inner", "pipe.png"])
 def test_what_is_no_file_is_not_waited_for(reader, folder, name):
-    found = refused(reader, folder / name)
-    assert found.endswith("expected the path of a file that can be read")
+    message = refused(reader, folder / name)
+    assert message.endswith("expected the path of a file that can be read")
 
 
 def test_no_folder_is_permitted_by_default(folder):

@@ -106,7 +106,7 @@ def size(value: Any) -> Any:
 
 
 def one_of(names: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Return a converter of names; one that it does not know stays as it is."""
+    """Return a converter of names; an unknown one stays as it is."""
     return lambda value: names.get(str(value), value)
 
 
@@ -341,7 +341,7 @@ _REFUSED: Mapping[str, str] = {
     "data_parallel_address": "engines of other hosts join by parallel.join_address",
     "nnodes": "ranks of several hosts: docs/parallelism.md",
     "node_rank": "ranks of several hosts: docs/parallelism.md",
-    "mm_processor_kwargs": "sizes of images are those of the model's files",
+    "mm_processor_kwargs": "sizes of images come from the model's files",
     "media_io_kwargs": "images are decoded by the limits of [images]",
     "interleave_mm_strings": "images are where the message has them",
     "enable_mm_embeds": "give images; prompt embeddings are plugin.prompt_embeddings.enabled",
@@ -442,7 +442,7 @@ _SERVER_REFUSED: Mapping[str, str] = {
     "default_chat_template_kwargs": "requests give chat_template_kwargs",
     "grpc": "the server speaks HTTP",
     "grpc_port": "the server speaks HTTP",
-    "trust_request_mm_kwargs": "sizes of images are those of the model's files",
+    "trust_request_mm_kwargs": "sizes of images come from the model's files",
     "reasoning_effort_map": "requests give reasoning_effort",
     "tool_strict_level": "tools that are strict get arguments of their schemas",
     "cohere_is_reasoning_model": "use reasoning.parser",
@@ -487,8 +487,8 @@ disable_nccl_for_dp_synchronization grpc
 
 def _arguments() -> dict[str, Argument]:
     rows: list[Argument] = []
-    for given, is_server in ((_KEYS, False), (_SERVER_KEYS, True)):
-        for name, target, *rest in given:
+    for table, is_server in ((_KEYS, False), (_SERVER_KEYS, True)):
+        for name, target, *rest in table:
             convert, default = [*rest, None, None][:2]
             rows.append(Argument(name, "key", target, convert, default, server=is_server))
     tables = (

@@ -61,7 +61,9 @@ def search(
     )
     eos = set() if params.ignore_eos else set(tokenizer.eos_token_ids)
     for _ in range(params.max_tokens):
-        live = [(number, beam) for number, own in enumerate(beams) for beam in own]
+        live = [
+            (number, beam) for number, prompt_beams in enumerate(beams) for beam in prompt_beams
+        ]
         if not live:
             break
         options = {} if lora is None else {"lora_request": lora}
@@ -81,12 +83,15 @@ def search(
                     ended[number].append(longer)
                 else:
                     following[number].append(longer)
-        beams = [_best(own, params, len(ids)) for own, ids in zip(following, starts, strict=True)]
+        beams = [
+            _best(prompt_beams, params, len(ids))
+            for prompt_beams, ids in zip(following, starts, strict=True)
+        ]
     results = []
-    for number, (own, done) in enumerate(zip(beams, ended, strict=True)):
-        for beam in own:
+    for number, (prompt_beams, done) in enumerate(zip(beams, ended, strict=True)):
+        for beam in prompt_beams:
             beam.finish_reason = "length"
-        best = _best([*done, *own], params, len(starts[number]))
+        best = _best([*done, *prompt_beams], params, len(starts[number]))
         for beam in best:
             output_ids = beam.tokens[len(starts[number]) :]
             if beam.stop_reason is not None and not params.include_stop_str_in_output:

@@ -34,8 +34,8 @@ class EngineArgs:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in {*ARGUMENTS, *SPECIAL}:
             raise AttributeError(name)
-        own = self._given.get(name)
-        return ARGUMENTS[name].default if own is None and name in ARGUMENTS else own
+        value = self._given.get(name)
+        return ARGUMENTS[name].default if value is None and name in ARGUMENTS else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in {*ARGUMENTS, *SPECIAL}:
@@ -48,7 +48,7 @@ class EngineArgs:
         return dict(self._given)
 
     def translated(self, *, log: bool = True) -> Translated:
-        """Return the configuration that they mean; log what has no effect."""
+        """Return the equivalent configuration; log arguments without effect."""
         translated = translate(self._given)
         if log:
             report(translated)
@@ -69,8 +69,8 @@ class EngineArgs:
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
         """Return the engine arguments of a parsed command line."""
         known = {*ARGUMENTS, *SPECIAL}
-        given = {n: v for n, v in vars(args).items() if n in known and v is not None}
-        return cls(**given)
+        values = {n: v for n, v in vars(args).items() if n in known and v is not None}
+        return cls(**values)
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self._given.items())
@@ -89,7 +89,7 @@ class AsyncEngineArgs(EngineArgs):
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add options of vLLM's names to a parser; those that it has stay."""
+    """Add options of vLLM's names to a parser; its own options stay."""
     known = {option for action in parser._actions for option in action.option_strings}
     for name in dict.fromkeys(names):
         option = "--" + name.replace("_", "-")
@@ -130,7 +130,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse arguments, by default those of the program."""
+        """Parse arguments, by default the program's."""
         import sys  # noqa: PLC0415
 
         arguments = expanded(sys.argv[1:] if args is None else args)
@@ -138,19 +138,19 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with dashes in names, and those of a YAML file of `--config`.
+    """Return arguments with dashes in names, and the arguments of a YAML file of `--config`.
 
     Dotted options (`--compilation-config.mode 3`) become one table.
 
     Raises:
         ConfigError: the file is no table.
     """
-    found: list[str] = []
+    expanded_arguments: list[str] = []
     tables: dict[str, dict[str, Any]] = {}
     items = iter(arguments)
     for item in items:
         if not item.startswith("--"):
-            found.append(item)
+            expanded_arguments.append(item)
             continue
         name, separator, value = item.partition("=")
         name, _, path = name.replace("_", "-").partition(".")
@@ -161,12 +161,12 @@ def expanded(arguments: Sequence[str]) -> list[str]:
                 table = table.setdefault(parent, {})
             table[last] = _value(value if separator else next(items, "true"))
         elif name == "--config":
-            found += _of_file(value if separator else next(items, ""))
+            expanded_arguments += _of_file(value if separator else next(items, ""))
         else:
-            found.append(name + separator + value)
+            expanded_arguments.append(name + separator + value)
     for name, table in tables.items():
-        found += [name, json.dumps(table)]
-    return found
+        expanded_arguments += [name, json.dumps(table)]
+    return expanded_arguments
 
 
 def _of_file(path: str) -> list[str]:
@@ -176,13 +176,13 @@ def _of_file(path: str) -> list[str]:
         values = yaml.safe_load(file)
     if not isinstance(values, Mapping):
         raise ConfigError(f"config: expected a table of arguments in {path!r}, got {values!r}")
-    found = []
+    arguments = []
     for name, value in values.items():
         option = "--" + str(name).replace("_", "-")
         if isinstance(value, bool):
-            found.append(option if value else option.replace("--", "--no-", 1))
+            arguments.append(option if value else option.replace("--", "--no-", 1))
         elif isinstance(value, list):
-            found += [option, *map(str, value)]
+            arguments += [option, *map(str, value)]
         elif value is not None:
-            found += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
-    return found
+            arguments += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return arguments

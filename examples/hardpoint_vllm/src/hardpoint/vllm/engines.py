@@ -1,4 +1,4 @@
-"""vLLM's engines: one that a program steps, and one for the tasks of an event loop."""
+"""vLLM's engines: one for programs that step it, and one for the tasks of an event loop."""
 
 from __future__ import annotations
 
@@ -154,13 +154,13 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[Any]]:
         """Run a step; return its outputs."""
-        found: list[Any] = []
+        outputs: list[Any] = []
         for output in self._native.llm_engine.step():
             if isinstance(output, NativePooling):
-                found.append(pooled(output, self._tasks.pop(output.request_id, "")))
+                outputs.append(pooled(output, self._tasks.pop(output.request_id, "")))
             else:
-                found.append(RequestOutput.of(output))
-        return found
+                outputs.append(RequestOutput.of(output))
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a request has not ended."""
@@ -210,7 +210,7 @@ class AsyncLLM:
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Any, **_: Any) -> AsyncLLM:
-        """Open an engine by what `EngineArgs.create_engine_config` returned."""
+        """Open an engine by the result of `EngineArgs.create_engine_config`."""
         return cls(EngineArgs(**vllm_config.given))
 
     @property

@@ -20,7 +20,7 @@ VLLMValidationError = RequestError
 
 
 class GenerationError(Exception):
-    """An error of a generation; Hardpoint raises those of `hardpoint.errors`."""
+    """An error of a generation; Hardpoint raises the errors of `hardpoint.errors`."""
 
 
 class UsageContext(StrEnum):

@@ -73,32 +73,32 @@ def native_prompt(prompt: Any) -> tuple[Any, str | None]:
     """
     if not isinstance(prompt, Mapping):
         return prompt, None
-    kept = {name: value for name, value in prompt.items() if value is not None}
-    salt = kept.pop("cache_salt", None)
-    kept.pop("multi_modal_uuids", None)
-    if "encoder_prompt" in kept or "decoder_prompt" in kept:
+    fields = {name: value for name, value in prompt.items() if value is not None}
+    salt = fields.pop("cache_salt", None)
+    fields.pop("multi_modal_uuids", None)
+    if "encoder_prompt" in fields or "decoder_prompt" in fields:
         raise RequestError(
             "encoder_prompt: expected a prompt of a decoder; encoder-decoder models are not "
             "supported (docs/models.md)"
         )
-    if kept.pop("mm_processor_kwargs", None):
+    if fields.pop("mm_processor_kwargs", None):
         raise RequestError(
-            "mm_processor_kwargs: expected none; sizes of images are those of the model's files"
+            "mm_processor_kwargs: expected none; sizes of images come from the model's files"
         )
-    media = kept.get("multi_modal_data")
+    media = fields.get("multi_modal_data")
     if isinstance(media, Mapping):
         if other := sorted(media.keys() - {"image"}):
             raise RequestError(f"multi_modal_data: expected images, got {', '.join(other)}")
         if not media:
-            del kept["multi_modal_data"]
+            del fields["multi_modal_data"]
         elif not isinstance(media["image"], list | tuple):
-            kept["multi_modal_data"] = {"image": [media["image"]]}
-    if "prompt_token_ids" in kept and "prompt_embeds" not in kept:
-        kept.pop("prompt", None)
-        kept.pop("token_type_ids", None)
-        if set(kept) == {"prompt_token_ids"}:
-            return list(kept["prompt_token_ids"]), salt
-    return kept, salt
+            fields["multi_modal_data"] = {"image": [media["image"]]}
+    if "prompt_token_ids" in fields and "prompt_embeds" not in fields:
+        fields.pop("prompt", None)
+        fields.pop("token_type_ids", None)
+        if set(fields) == {"prompt_token_ids"}:
+            return list(fields["prompt_token_ids"]), salt
+    return fields, salt
 
 
 def load_chat_template(chat_template: str | Path | None, *, is_literal: bool = False) -> str | None:

@@ -144,8 +144,8 @@ class LLM:
             prompts = _of_ids(prompt_token_ids)
         if prompts is None:
             raise RequestError("prompts: expected a prompt or a list of prompts, got None")
-        given = [prompts] if is_one(prompts) else list(prompts)
-        prompts, salts = _split(given)
+        prompt_list = [prompts] if is_one(prompts) else list(prompts)
+        prompts, salts = _split(prompt_list)
         params = self._params(sampling_params)
         many = request_options(
             sampling_params,
@@ -224,7 +224,7 @@ class LLM:
                 **many,
             )
             return [RequestOutput.of(output) for output in outputs]
-        one = bool(messages) and isinstance(messages[0], Mapping)
+        is_single = bool(messages) and isinstance(messages[0], Mapping)
         tokenizer = self._native.tokenizer
         texts = [
             tokenizer.apply_chat_template(
@@ -235,7 +235,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
             )
-            for conversation in ([messages] if one else messages)
+            for conversation in ([messages] if is_single else messages)
         ]
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         outputs = self._native.generate(prompts, params, use_tqdm=bool(use_tqdm), **many)
@@ -245,8 +245,8 @@ class LLM:
         self, prompts: Sequence[Any], params: BeamSearchParams, lora_request: Any = None, **_: Any
     ) -> list[BeamSearchOutput]:
         """Return the likeliest outputs of each prompt, the best first."""
-        given = [prompts] if is_one(prompts) else list(prompts)
-        return search(self._native, given, params, native_lora(lora_request))
+        prompt_list = [prompts] if is_one(prompts) else list(prompts)
+        return search(self._native, prompt_list, params, native_lora(lora_request))
 
     def encode(
         self,
@@ -317,21 +317,21 @@ class LLM:
         return [pooled(output, task) for output in outputs]
 
     def _pool(self, prompts: Any, params: Any, task: str, options: dict[str, Any]) -> list[Any]:
-        given = [prompts] if is_one(prompts) else list(prompts)
-        prompts, options["cache_salt"] = _split(given)
+        prompt_list = [prompts] if is_one(prompts) else list(prompts)
+        prompts, options["cache_salt"] = _split(prompt_list)
         many = request_options(params, options.pop("lora_request", None), **options)
         if isinstance(params, Sequence):
-            native: Any = [one.native(task) for one in params]
+            native: Any = [pooling_params.native(task) for pooling_params in params]
         else:
             native = (params or PoolingParams(**self._pooling)).native(task)
         return self._native.encode(prompts, native, **many)
 
-    def _params(self, given: Any) -> Any:
-        if isinstance(given, Sequence):
-            return [self._params(one) for one in given]
-        if isinstance(given, NativeSamplingParams):
-            return given
-        return (given or self._default).native(self.processors)
+    def _params(self, params: Any) -> Any:
+        if isinstance(params, Sequence):
+            return [self._params(item) for item in params]
+        if isinstance(params, NativeSamplingParams):
+            return params
+        return (params or self._default).native(self.processors)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release memory."""

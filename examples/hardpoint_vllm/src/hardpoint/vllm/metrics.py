@@ -50,7 +50,7 @@ class Histogram(Metric):
 def read_metrics(text: str) -> list[Metric]:  # noqa: C901 - one branch by type
     """Return the metrics of a text in Prometheus's format."""
     kinds: dict[str, str] = {}
-    found: list[Metric] = []
+    metrics: list[Metric] = []
     histograms: dict[tuple[str, tuple[tuple[str, str], ...]], Histogram] = {}
     for line in text.splitlines():
         if line.startswith("# TYPE "):
@@ -68,7 +68,7 @@ def read_metrics(text: str) -> list[Metric]:  # noqa: C901 - one branch by type
                 key = base, tuple(sorted(labels.items()))
                 if key not in histograms:
                     histograms[key] = Histogram(base, labels)
-                    found.append(histograms[key])
+                    metrics.append(histograms[key])
                 if suffix == "bucket":
                     histograms[key].buckets[bound] = int(number)
                 elif suffix == "count":
@@ -78,7 +78,7 @@ def read_metrics(text: str) -> list[Metric]:  # noqa: C901 - one branch by type
             elif (
                 kinds.get(name) == "counter" or kinds.get(name.removesuffix("_total")) == "counter"
             ):
-                found.append(Counter(name.removesuffix("_total"), labels, int(number)))
+                metrics.append(Counter(name.removesuffix("_total"), labels, int(number)))
             elif suffix != "created":
-                found.append(Gauge(name, labels, number))
-    return found
+                metrics.append(Gauge(name, labels, number))
+    return metrics

@@ -99,11 +99,11 @@ class StructuredOutputsParams:
         Raises:
             ValueError: none or several of the first six are given.
         """
-        given = self._given()
-        if len(given) > 1:
+        names = self._given()
+        if len(names) > 1:
             raise ValueError(
                 f"structured_outputs: expected one of json, regex, choice, grammar, json_object "
-                f"and structural_tag, got {', '.join(given)}"
+                f"and structural_tag, got {', '.join(names)}"
             )
 
     def _given(self) -> list[str]:
@@ -120,9 +120,9 @@ class StructuredOutputsParams:
         Raises:
             RequestError: a field is wrong.
         """
-        if not (given := self._given()):
+        if not (names := self._given()):
             return None
-        (name,) = given
+        (name,) = names
         value = getattr(self, name)
         if name == "structural_tag" and isinstance(value, str):
             value = msgspec.json.decode(value)
@@ -205,9 +205,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Fill in defaults, and check the values."""
-        for own in fields(self):
-            if getattr(self, own.name) is None and own.name in _FILLED:
-                setattr(self, own.name, _FILLED[own.name])
+        for parameter in fields(self):
+            if getattr(self, parameter.name) is None and parameter.name in _FILLED:
+                setattr(self, parameter.name, _FILLED[parameter.name])
         if self.seed == -1:
             self.seed = None
         for name in ("logprobs", "prompt_logprobs"):
@@ -280,10 +280,10 @@ class SamplingParams:
         )
 
     def _repetition(self) -> dict[str, int] | None:
-        given = self.repetition_detection
-        if isinstance(given, Mapping):
-            given = RepetitionDetectionParams(**given)
-        return None if given is None else given.native()
+        detection = self.repetition_detection
+        if isinstance(detection, Mapping):
+            detection = RepetitionDetectionParams(**detection)
+        return None if detection is None else detection.native()
 
     def _refuse(self) -> None:
         if self.best_of not in (None, self.n):
@@ -297,10 +297,10 @@ class SamplingParams:
 
 
 _FILLED = {
-    own.name: own.default
-    for own in fields(SamplingParams)
-    if own.name in {*_SAME, "n", "flat_logprobs"} and own.default is not None
-    and own.name != "max_tokens"
+    parameter.name: parameter.default
+    for parameter in fields(SamplingParams)
+    if parameter.name in {*_SAME, "n", "flat_logprobs"} and parameter.default is not None
+    and parameter.name != "max_tokens"
 }  # fmt: skip
 """Defaults of fields whose None means the default."""
 _REFUSED = {
@@ -347,12 +347,12 @@ class PoolingParams:
             if getattr(self, field_name) is not None:
                 raise RequestError(
                     f"{field_name}: expected none, got {getattr(self, field_name)!r}; a pooler "
-                    f"reads arguments of requests (docs/write-a-pooler.md)"
+                    f"reads arguments of requests (docs/write-an-activation-tap.md)"
                 )
         flags = (self.use_activation, self.activation, self.softmax)
         use = next((flag for flag in flags if flag is not None), None)
-        asked = task or self.task or "embed"
-        name = TASKS.get(asked, asked)
+        task_name = task or self.task or "embed"
+        name = TASKS.get(task_name, task_name)
         if name == "embed" and self.normalize is None:
             return NativePoolingParams(
                 task="embed", dimensions=self.dimensions, normalize=use, pooler=self.pooler
@@ -426,11 +426,11 @@ class LoRARequest:
         return NativeLoRARequest(self.lora_name, self.lora_int_id, self.lora_path)
 
 
-def native_lora(given: Any) -> Any:
+def native_lora(lora_request: Any) -> Any:
     """Return the adapters that Hardpoint takes: of one request, or of several."""
-    if isinstance(given, Sequence):
-        return [native_lora(one) for one in given]
-    return given.native() if isinstance(given, LoRARequest) else given
+    if isinstance(lora_request, Sequence):
+        return [native_lora(item) for item in lora_request]
+    return lora_request.native() if isinstance(lora_request, LoRARequest) else lora_request
 
 
 def request_options(
@@ -439,7 +439,7 @@ def request_options(
     tokenization_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return Hardpoint's options of a request, or of several, without those that are None.
+    """Return Hardpoint's options of a request, or of several, without options that are None.
 
     Args:
         params: parameters of the request or of each, which may have `truncate_prompt_tokens`.
@@ -465,14 +465,14 @@ def request_options(
 
 def _truncation(params: Any) -> Any:
     if isinstance(params, Sequence):
-        cuts = [_truncation(one) for one in params]
+        cuts = [_truncation(item) for item in params]
         return cuts if any(cut is not None for cut in cuts) else None
     return getattr(params, "truncate_prompt_tokens", None)
 
 
-def sampling_params(given: NativeSamplingParams) -> SamplingParams:
+def sampling_params(params: NativeSamplingParams) -> SamplingParams:
     """Return parameters of Hardpoint as vLLM's."""
-    values = {name: getattr(given, name) for name in _SAME}
+    values = {name: getattr(params, name) for name in _SAME}
     if values["max_tokens"] is not None:
         values["max_tokens"] = int(values["max_tokens"])  # the default is a value of its own
     return SamplingParams(**values)

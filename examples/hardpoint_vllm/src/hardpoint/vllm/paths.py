@@ -1,4 +1,4 @@
-"""The module paths of vLLM whose names this package has."""
+"""The module paths of vLLM with names that this package has."""
 
 from __future__ import annotations
 
@@ -186,17 +186,17 @@ class _Loader(importlib.abc.Loader):
         if self._path == "envs":
             module.__getattr__ = _environment_variable  # type: ignore[method-assign]
             return
-        own = names_of(self._path)
+        sources = names_of(self._path)
         others = _plugin_modules().get(f"vllm.{self._path}", {})
-        vars(module).update({name: value for name, value in others.items() if name not in own})
+        vars(module).update({name: value for name, value in others.items() if name not in sources})
 
         def get(name: str) -> Any:
-            if (source := own.get(name)) is not None:
+            if (source := sources.get(name)) is not None:
                 return getattr(import_module(f"{PACKAGE}.{source}".rstrip(".")), name)
             raise AttributeError(missing(f"{self._path}.{name}"))
 
         module.__getattr__ = get  # type: ignore[method-assign]
-        module.__all__ = [*own, *others]  # type: ignore[attr-defined]
+        module.__all__ = [*sources, *others]  # type: ignore[attr-defined]
 
 
 class PathFinder(importlib.abc.MetaPathFinder):
@@ -233,8 +233,8 @@ def _plugin_modules() -> Mapping[str, Mapping[str, Any]]:
 
 def missing(name: str) -> str:
     """Return the error for a name of vLLM that is not here, with the nearest thing."""
-    found = [hint for start, hint in _ELSEWHERE.items() if f"{name}.".startswith(f"{start}.")]
-    hint = found[0] if found else "docs/migrate-from-vllm.md lists what replaces it"
+    hints = [hint for start, hint in _ELSEWHERE.items() if f"{name}.".startswith(f"{start}.")]
+    hint = hints[0] if hints else "docs/migrate-from-vllm.md lists its replacement"
     return f"hardpoint.vllm has no counterpart of vllm.{name} ({hint})"
 
 

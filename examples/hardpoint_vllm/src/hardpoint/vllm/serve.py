@@ -61,11 +61,11 @@ def read_flags(flags: str) -> ServeFlags:
             f"--from-vllm: {unknown[0]}: there is no such flag of `vllm serve` 0.33 here; the "
             f"configuration is docs/configuration.md"
         )
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    if (model := given.pop("model_tag", None)) is not None:
-        given["model"] = model
-    given.setdefault("host", "0.0.0.0")
-    translated = translate(given, server=True)
+    values = {name: value for name, value in vars(options).items() if value is not None}
+    if (model := values.pop("model_tag", None)) is not None:
+        values["model"] = model
+    values.setdefault("host", "0.0.0.0")
+    translated = translate(values, server=True)
     settings = tuple(f"{key}={toml_text(value)}" for key, value in translated.values.items())
     return ServeFlags(
         _toml(translated.values),

@@ -217,7 +217,7 @@ def _pooler(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # no
         if (pooler := str(kind).lower()) not in _POOLERS:
             raise ConfigError(
                 f"pooler_config.pooling_type: expected one of {', '.join(_POOLERS)}, got {kind!r}; "
-                f"docs/write-a-pooler.md is about others"
+                f"docs/write-an-activation-tap.md describes others"
             )
         to.values["plugins.enable"] = [*to.values.get("plugins.enable", []), pooler]
         to.pooling["pooler"] = pooler
@@ -227,8 +227,8 @@ def _pooler(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # no
             to.pooling[name] = config.pop(name)
     if config:
         raise ConfigError(
-            f"pooler_config.{next(iter(config))}: expected none; docs/write-a-pooler.md is about "
-            f"poolers of one's own"
+            f"pooler_config.{next(iter(config))}: expected none; docs/write-an-activation-tap.md "
+            f"describes custom poolers"
         )
 
 

@@ -16,8 +16,8 @@ def get_tokenizer(tokenizer_name: str, *_: Any, **options: Any) -> Any:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     known = {"revision", "trust_remote_code", "use_fast"}
-    kept = {name: value for name, value in options.items() if name in known}
-    return AutoTokenizer.from_pretrained(tokenizer_name, **kept)
+    known_options = {name: value for name, value in options.items() if name in known}
+    return AutoTokenizer.from_pretrained(tokenizer_name, **known_options)
 
 
 def cached_tokenizer_from_config(model_config: Any, **options: Any) -> Any:

@@ -9,7 +9,7 @@
     python kv_events_subscriber.py --endpoint tcp://127.0.0.1:5557 \
         --replay-endpoint tcp://127.0.0.1:5558
 
-Needs pyzmq and msgspec, but not Hardpoint. The messages are described in docs/kv-events.md.
+Needs pyzmq and msgspec, but not Hardpoint. The messages are described in docs/kv-connectors.md.
 """
 
 import argparse

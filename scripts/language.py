@@ -51,7 +51,7 @@ VERBS = frozenset(
     Define Delay Delegate Delete Deprecate Derive Describe Detect Disable Discard Dispatch
     Display Divide Do Document Draft Drain Draw Drop Dump Edit Embed Emit Enable Encode End
     Enforce Ensure Estimate Evaluate Evict Exclude Execute Exempt Exit Expand Expect Explain
-    Export Expose Extend Extract Fail Favor Fetch Fill Filter Find Finish Fix Flatten Flush
+    Export Expose Extend Extract Fail Favor Fetch Fill Filter Find Finish Fix Flatten Flush Fold
     Follow Forbid Force Fork Format Forward Free Freeze Gather Generalize Generate Get Give Go
     Group Guard Halve Handle Hash Hide Hold Honor Ignore Implement Import Improve Include
     Increase Indent Infer Inherit Initialize Inline Insert Inspect Install Instrument

@@ -118,7 +118,7 @@ def parsers_page(note: str) -> str:
     for name, cls in sorted(parser_classes().items()):
         recorded = outputs[name]
         aliases = ", ".join(f"`{other}`" for other in cls.other_names) or "none"
-        tokens = ", ".join(f"`{_cell(token)}`" for token in cls.required_tokens) or "none"
+        tokens = ", ".join(f"`{token}`" for token in cls.required_tokens) or "none"
         fence = "````" if "```" in recorded["output"] else "```"
         lines += [f"## {name}", "", *_description(cls), "", "Output of the model:", ""]
         lines += [f"{fence}text", *recorded["output"].split("\n"), fence, ""]
@@ -138,10 +138,6 @@ def _description(cls: Any) -> list[str]:
             break
         lines.append(line)
     return lines
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _json(value: Any) -> str:

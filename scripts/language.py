@@ -66,7 +66,7 @@ VERBS = frozenset(
     Release Reload Remove Rename Render Reorder Reorganize Replace Replay Report Request
     Require Rerun Reserve Reset Resolve Respect Restart Restore Restrict Resume Retain Rethrow
     Retry Return Reuse Revert Review Revise Reword Rework Rewrite Route Run Sample Sanitize
-    Save Scale Schedule Scope Search Select Send Separate Serialize Serve Set Shard Share Ship
+    Save Say Scale Schedule Scope Search Select Send Separate Serialize Serve Set Shard Share Ship
     Shorten Show Shrink Shuffle Silence Simplify Simulate Skip Sort Specialize Specify Speed Spell
     Split Stabilize Stage Standardize Start State Stop Store Stream Strengthen Strip Structure
     Submit Subscribe Substitute Suggest Support Suppress Suspend Swap Switch Synchronize Tag

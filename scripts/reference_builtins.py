@@ -29,11 +29,11 @@ An option is set in the table `[plugin.NAME]` of [the configuration](../configur
 gives an argument in `plugin_args`, under the name of the plugin. `plugins.disable` and
 `plugins.replace` change the default set, and `hardpoint plugins show NAME` prints its values."""
 PARSERS_TEXT = """\
-Reasoning and tool parsers. [The guide](../reasoning-and-tools.md) says how one is
-chosen, and which models use which. A parser is also known by the names of other engines."""
+[Reasoning and tool calls](../reasoning-and-tools.md) shows how to select a parser, and lists the
+models of each. Names of other engines are accepted too."""
 PROCESSORS_TEXT = """\
-They run in the order of their phases. A processor applies to the requests that set one of its
-fields of `SamplingParams`, and costs other requests nothing."""
+Processors run in the order of their phases. A processor applies to requests that set one of its
+fields of `SamplingParams`, and does not run for other requests."""
 ALWAYS = ("logits_processors", "scheduling_policies", "grammars")
 """Kinds whose plugins are all described, also without options."""
 PARSERS = ("reasoning_parsers", "tool_parsers")

@@ -29,11 +29,11 @@ An option is set in the table `[plugin.NAME]` of [the configuration](../configur
 gives an argument in `plugin_args`, under the name of the plugin. `plugins.disable` and
 `plugins.replace` change the default set, and `hardpoint plugins show NAME` prints its values."""
 PARSERS_TEXT = """\
-Reasoning and tool parsers. [The guide](../reasoning-and-tools.md) says how one is
-chosen, and which models use which. A parser is also known by the names of other engines."""
+[Reasoning and tool calls](../reasoning-and-tools.md) shows how to select a parser, and lists the
+models of each. Names of other engines are accepted too."""
 PROCESSORS_TEXT = """\
-They run in the order of their phases. A processor applies to the requests that set one of its
-fields of `SamplingParams`, and costs other requests nothing."""
+Processors run in the order of their phases. A processor applies to requests that set one of its
+fields of `SamplingParams`, and does not run for other requests."""
 ALWAYS = ("logits_processors", "scheduling_policies", "grammars")
 """Kinds whose plugins are all described, also without options."""
 PARSERS = ("reasoning_parsers", "tool_parsers")
@@ -87,7 +87,11 @@ def _tables(name: str, cls: Any) -> Iterator[str]:
         after = "".join(f", after `{other}`" for other in cls.after)
         form = "dense" if issubclass(cls, LogitsProcessor) else "sparse"
         greedy = "yes: greedy requests skip it" if cls.argmax_invariant else "no"
-        yield from ("| | |", "|---|---|", f"| fields of `SamplingParams` | {fields} |")
+        yield from (
+            "| property | value |",
+            "|---|---|",
+            f"| fields of `SamplingParams` | {fields} |",
+        )
         yield from (f"| phase | `{cls.phase.name}`{after} |", f"| form | {form} |")
         yield from (f"| argmax-invariant | {greedy} |", "")
     for title, struct in (
@@ -97,7 +101,12 @@ def _tables(name: str, cls: Any) -> Iterator[str]:
         if not (isinstance(struct, type) and issubclass(struct, msgspec.Struct)):
             continue
         if described := struct_fields(struct):
-            yield from (f"**{title}**", "", "| name | type | default | |", "|---|---|---|---|")
+            yield from (
+                f"**{title}**",
+                "",
+                "| name | type | default | meaning |",
+                "|---|---|---|---|",
+            )
             for option in described:
                 default = "required" if option.required else f"`{_json(option.default)}`"
                 cells = (f"`{option.name}`", option.type_text, default, option.doc)
@@ -122,7 +131,8 @@ def parsers_page(note: str) -> str:
         fence = "````" if "```" in recorded["output"] else "```"
         lines += [f"## {name}", "", *_description(cls), "", "Output of the model:", ""]
         lines += [f"{fence}text", *recorded["output"].split("\n"), fence, ""]
-        lines += ["Parts:", "", "```text", *recorded["parts"], "```", "", "| | |", "|---|---|"]
+        lines += ["Parts:", "", "```text", *recorded["parts"], "```", ""]
+        lines += ["| property | value |", "|---|---|"]
         lines += [f"| finds | {', '.join(cls.roles)} |", f"| other names | {aliases} |"]
         lines += [f"| required special tokens | {tokens} |", f"| source | {recorded['source']} |"]
         lines += ["", *_tables(name, cls)]

@@ -1,4 +1,4 @@
-"""Options of the plugin: where files and batches are kept, and their bounds."""
+"""Options of the plugin: directory, limits and priority of batches."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ class BatchRoutesOptions(plugins.Options):
     """Options of the plugin.
 
     Attributes:
-        folder: where files and batches are kept, for the server's user alone; None has no
+        folder: directory of files and batches, readable by the server's user alone; None adds no
             routes.
-        concurrency: requests of all batches that are answered at once.
+        concurrency: maximum number of concurrent requests of all batches.
         priority: priority of requests of batches, unless their key allows less; smaller is more
             important.
-        file_bytes: size of a file.
-        owner_bytes: size of all that is kept of a key: its files, inputs and answers of batches,
-            and records. A batch whose answers have no room fails.
-        owner_files: number of files of a key.
-        requests: lines of a batch.
-        open_batches: batches of a key that have not ended.
-        owner_batches: batches of a key, ended ones too; the first that ended give way to new ones.
-        seconds: how long files, and batches that have ended, are kept.
-        window_seconds: how long a batch may take; what has no answer by then gets none.
+        file_bytes: maximum size of a file.
+        owner_bytes: maximum size of all files, inputs, outputs and records of a key. A batch
+            without room for its outputs fails.
+        owner_files: maximum number of files of a key.
+        requests: maximum number of lines of a batch.
+        open_batches: maximum number of unfinished batches of a key.
+        owner_batches: maximum number of batches of a key; new batches replace the oldest finished
+            ones.
+        seconds: time that files and finished batches are kept.
+        window_seconds: time limit of a batch; requests that are not finished by then expire.
     """
 
     folder: Annotated[str, Meta(min_length=1)] | None = None

@@ -21,8 +21,8 @@ class AutoCommunicator(Wrapper[Communicator], Communicator):
         """The communicators to try.
 
         Attributes:
-            wraps: is used if it runs between the ranks of the group.
-            fallback: is used if that does not.
+            wraps: communicator to try first.
+            fallback: communicator to use if that one cannot connect the ranks of the group.
         """
 
         wraps: str = "shared_memory"

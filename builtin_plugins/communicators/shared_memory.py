@@ -22,10 +22,10 @@ from .meeting import Meeting
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Exchanges tensors in compiled code, without the system where the ranks are in step.
+    """Exchanges tensors through shared memory, in compiled code.
 
-    Its memory has no name, and is allocated at start. Ranks notice within 0.1 s that the process of
-    another has ended.
+    The memory is anonymous, and allocated at start. Ranks notice within 0.1 s that the process of
+    another rank has ended.
     """
 
     contract = 1
@@ -35,9 +35,9 @@ class SharedMemoryCommunicator(Communicator):
         """Sizes of the memory allocated at start.
 
         Attributes:
-            chunk_bytes: the pieces in which large tensors are exchanged; each rank has two.
-            ring_bytes: how much a rank can send to another before that receives any; of each pair
-                there are two. Larger tensors stream through.
+            chunk_bytes: size of the pieces of large tensors; each rank has two buffers of it.
+            ring_bytes: size of the send buffer between two ranks, one per direction. Larger
+                tensors are streamed.
         """
 
         chunk_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 256 << 10

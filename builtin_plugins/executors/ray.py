@@ -90,17 +90,16 @@ class RayExecutor(Executor):
         """Ray cluster of the workers, and resources of each worker.
 
         Attributes:
-            address: `HOST:PORT` of the cluster. "auto" is the one that RAY_ADDRESS names, else the
-                one that runs on this machine. "local" starts a cluster on this machine and ends it
-                with the engine. A cluster that the program has joined itself is used and left as it
-                is.
-            namespace: Ray's namespace in which the actors are; empty is a new one.
-            placement: how the workers are spread over nodes: PACK on few, SPREAD over many,
-                STRICT_PACK on one, STRICT_SPREAD each on another.
+            address: `HOST:PORT` of the cluster. "auto" is the cluster in RAY_ADDRESS, otherwise the
+                cluster of this machine. "local" starts a cluster on this machine and ends it with
+                the engine. If the program has joined a cluster, that one is used and not ended.
+            namespace: Ray namespace of the actors; empty is a new one.
+            placement: strategy of the placement group: PACK on few nodes, SPREAD over many,
+                STRICT_PACK on one, STRICT_SPREAD one worker per node.
             num_cpus: CPUs that a worker reserves.
             num_gpus: GPUs that a worker reserves; None is 1 if the cluster has GPUs, else 0.
-            resources: resources of the cluster's own kinds that a worker reserves.
-            runtime_env: runtime environment of the actors, as Ray has it.
+            resources: custom resources that a worker reserves.
+            runtime_env: Ray's runtime environment of the actors.
             join_timeout_seconds: maximum time until the cluster answers.
             start_timeout_seconds: maximum time until the resources are free and the actors run,
                 including what `runtime_env` installs.

@@ -30,8 +30,8 @@ _MAX_ITEMS = 10_000
 class LLGuidance(GrammarBackend):
     """llguidance (https://github.com/guidance-ai/llguidance): strict, and quick to compile.
 
-    A JSON schema is enforced, or the schema is refused with the keywords that are not
-    supported. Grammars are Lark's, in llguidance's dialect, or GBNF.
+    A JSON schema is enforced exactly, or rejected with its unsupported keywords. Grammars are Lark
+    in llguidance's dialect, or GBNF.
 
     It rejects texts and expressions of more than 32,768 characters, more than 5,000 repetitions
     in the expressions of a grammar, a `multipleOf` above 100,000 without its decimal point, and

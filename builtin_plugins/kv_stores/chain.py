@@ -20,13 +20,13 @@ from hardpoint.plugins.kv_store import BlockBuffer
 class ChainStore(KVStore):
     """Loads a block from the nearest store that has it, and keeps it in all nearer ones.
 
-    The connector "stores" does the same with several `kv_connector.stores`, checks each block
-    before it is kept elsewhere, and has statistics of each. A chain is for other connectors, or for
-    stores that count as one. It checks nothing: a damaged block of a far store is kept in those
-    before until the block is stored again, which replaces it in all.
+    The connector "stores" does the same with several `kv_connector.stores`, checks each block, and
+    has statistics of each store. Use a chain with other connectors, or to count several stores as
+    one. A chain checks nothing: a damaged block of a farther store is copied to the nearer ones,
+    until the block is stored again.
 
-    A store that fails, or takes longer than the connector's time for a call, is left out for a
-    while. One that never returns holds up the chain, which the connector then leaves out.
+    A store that fails or exceeds the connector's time limit of a call is skipped for
+    `breaker_seconds`. If a store never returns, the connector skips the whole chain.
     """
 
     contract = 1
@@ -41,8 +41,8 @@ class ChainStore(KVStore):
                 nearest later, from a copy ("behind").
             copy_bytes: bytes of host memory for these copies; when it is full, blocks are stored in
                 the nearest alone.
-            breaker_failures: failed calls in a row, after which a store is left out.
-            breaker_seconds: for how long.
+            breaker_failures: failed calls in a row after which a store is skipped.
+            breaker_seconds: time that it is skipped.
         """
 
         stores: Annotated[list[str], Meta(min_length=1)]

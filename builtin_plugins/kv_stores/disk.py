@@ -27,10 +27,10 @@ _TOUCH_NS = 1_000_000_000
 
 
 class DiskStore(KVStore):
-    """Keeps the blocks that were used last, up to a size, over restarts.
+    """Keeps the most recently used blocks in files, also after a restart.
 
-    Engines and ranks on one machine share blocks by one path. Any of them may be killed at any
-    moment.
+    Engines and ranks with the same path on one machine share blocks. Each of them may be killed at
+    any time.
 
     Attributes:
         slab: its files, once they are open.
@@ -41,15 +41,14 @@ class DiskStore(KVStore):
     contract = 1
 
     class Options(plugins.Options):
-        """Where, and how much.
+        """Folder and size.
 
         Attributes:
-            path: path of a folder on a disk of this machine, for this store alone; it is made if it
-                is not there. Only this user may have access to it.
-            size_bytes: size of all files together, of all engines and ranks that share the
-                path; equal for all of them. Blocks of each size have a file of their own. As one
-                grows, unused ones are removed if there is no other room; used ones
-                stay, and it may have an eighth of the size all the same.
+            path: folder on a disk of this machine, for this store alone, created if missing. Only
+                this user may have access to it.
+            size_bytes: maximum size of all files; the same in all engines and ranks that share
+                the path. Blocks of each size have a file of their own. A file that grows replaces
+                unused files; next to files in use, it may have an eighth of the size.
         """
 
         path: Annotated[str, Meta(min_length=1)]

@@ -21,7 +21,7 @@ from hardpoint.plugins.kv_store import BlockBuffer
 
 
 class MemoryStore(KVStore):
-    """Keeps the blocks that were used last, up to a size.
+    """Keeps the most recently used blocks in host memory.
 
     The memory is reserved at start, and divided into places of one block. A copy is made outside of
     the lock: a place being read is not given to another block, and a place being written has no key

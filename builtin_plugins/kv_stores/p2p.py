@@ -54,28 +54,28 @@ _Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class PeerToPeerStore(PeerKVStore):
-    """Keeps blocks in memory for other engines, and asks them for theirs."""
+    """Shares blocks in memory with other engines."""
 
     contract = 1
 
     class Options(plugins.Options):
-        """Who is where, and how long to wait.
+        """Addresses, keys, size and time limits.
 
         Attributes:
-            listen: address at which other engines ask this one, ipc:///PATH or tcp://HOST:PORT;
-                "{rank}" in it stands for the rank, and "{engine_id}" for `kv_connector.engine_id`,
-                which several engines of one program need (`parallel.data`).
-            peers: addresses of other engines by `kv_connector.engine_id`, with the same names in
-                them; this engine's own id is passed over, so that all may have the same table.
-            public_keys: public keys of other engines by id; at tcp addresses they need one, and
-                at a tcp address only these may connect.
-            secret_key_file: with the secret key of this engine, which tcp needs; owned by the user
-                or root, and with mode 0600 or 0640.
-            size_bytes: size of all blocks together, in each rank.
-            lookup_seconds: to wait for peers that are asked, all at once, whether they have blocks.
-            connect_seconds: to wait for a connection to a peer.
-            wait_seconds: to wait for a block that a peer has offered, but does not have yet.
-            retry_seconds: for which a peer that did not answer is not asked for blocks.
+            listen: address of this engine, ipc:///PATH or tcp://HOST:PORT. "{rank}" is replaced by
+                the rank, and "{engine_id}" by `kv_connector.engine_id`, which replicas need
+                (`parallel.data`).
+            peers: addresses of other engines by `kv_connector.engine_id`, with the same
+                placeholders. The entry of this engine is ignored, so all can have the same table.
+            public_keys: public keys of other engines by id, required for TCP; only these engines
+                may connect.
+            secret_key_file: file with the secret key of this engine, required for TCP; owned by
+                the user or root, with mode 0600 or 0640.
+            size_bytes: maximum size of all blocks in each rank.
+            lookup_seconds: time limit of a lookup at all peers.
+            connect_seconds: time limit of a connection to a peer.
+            wait_seconds: time limit for a block that a peer has offered but not stored yet.
+            retry_seconds: pause before a silent peer is asked again.
         """
 
         listen: str

@@ -48,15 +48,14 @@ class RedisStore(KVStore):
             username: user of an access control list; None is the default user.
             password_file: file with the password; owned by the user or root, and not readable
                 by others. It is read for each new connection.
-            password_env: environment variable that holds the password, instead.
-            ssl_ca_certs: file of certificates that the server's is checked with, besides the
-                system's.
-            ssl_certfile: the client's certificate, if the server wants one.
-            ssl_keyfile: its key.
+            password_env: environment variable with the password, instead of a file.
+            ssl_ca_certs: file of certificate authorities, in addition to the system's.
+            ssl_certfile: file of the client's certificate.
+            ssl_keyfile: file of its key.
             prefix: prefix of all keys.
-            ttl_seconds: for which a block is kept; None is until the server drops it.
-            timeout_seconds: without a byte of the server's answer.
-            connect_timeout_seconds: until a connection stands.
+            ttl_seconds: time to live of a block; None keeps it until the server evicts it.
+            timeout_seconds: time limit without a byte of the server's answer.
+            connect_timeout_seconds: time limit of a connection.
         """
 
         url: str = "redis://127.0.0.1:6379/0"

@@ -37,9 +37,8 @@ class Json(FormatParser):
         """Where calls are found.
 
         Attributes:
-            after_text: whether calls of the request's tools are found behind other text, too;
-                there they begin with the tool's name. Else an answer that begins otherwise has
-                none.
+            after_text: whether to find calls of the request's tools after other text too. Such
+                calls begin with the tool's name. Otherwise, other text first means no calls.
         """
 
         after_text: bool = False
@@ -94,8 +93,7 @@ class Llama3Json(Json):
         """Where calls are found.
 
         Attributes:
-            after_text: as of `json`; the small models of the family write text before their
-                calls.
+            after_text: see `json`; small models of the family write text before their calls.
         """
 
         after_text: bool = True

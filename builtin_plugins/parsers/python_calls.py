@@ -45,8 +45,7 @@ class Pythonic(FormatParser):
         """Where calls are found.
 
         Attributes:
-            after_text: whether calls of the request's tools are found behind other text, too;
-                else an answer that begins otherwise has none.
+            after_text: whether to find calls of the request's tools after other text too.
         """
 
         after_text: bool = True
@@ -98,8 +97,8 @@ class Llama4Pythonic(Pythonic):
         """Where calls are found; they have markers behind other text.
 
         Attributes:
-            after_text: whether calls of the request's tools are found behind other text without
-                the markers, too.
+            after_text: whether to find calls of the request's tools without the markers, after
+                other text too.
         """
 
         after_text: bool = False

@@ -50,10 +50,10 @@ class ThinkTags(FormatParser):
         Attributes:
             start: start tag.
             end: end tag.
-            starts_inside: whether every output begins inside the reasoning, also where the prompt
+            starts_inside: whether every output begins inside the reasoning, also if the prompt
                 does not end with the start tag.
-            calls: special tokens that begin a call inside the reasoning too, and end it, in
-                requests with tools: some models forget the end tag there.
+            calls: special tokens that begin a call and end the reasoning, in requests with
+                tools, because some models forget the end tag.
         """
 
         start: Tag = "<think>"

@@ -38,9 +38,9 @@ class Qwen3Coder(TagCalls):
     """Qwen3-Coder: calls with a tag for each parameter.
 
     `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`. A value is
-    text where the tool's schema asks for it, else JSON if it is. It ends at `</parameter>`; if the
-    model forgets that, at a line that begins with `<parameter=` or `</function>`. A call that
-    lacks `<tool_call>` begins at `<function=`: the model is known to leave the tag out.
+    text if the tool's schema requires it, otherwise JSON if it is valid. It ends at
+    `</parameter>`, or at a line that begins with `<parameter=` or `</function>`. A call without
+    `<tool_call>`, as the model sometimes writes, begins at `<function=`.
     """
 
     contract = 2

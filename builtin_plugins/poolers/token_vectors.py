@@ -23,16 +23,16 @@ class All(Pooler):
 
 
 class Step(Pooler):
-    """The hidden states of tokens that end the steps of a text, as of process reward models."""
+    """The hidden states at the ends of the steps of a text, for process reward models."""
 
     contract = 1
     per_token = True
 
     class Arguments(plugins.Arguments):
-        """Which tokens these are.
+        """Arguments of a request.
 
         Attributes:
-            step_tag_id: token that ends a step; None is each token.
+            step_tag_id: token that ends a step; None returns all tokens.
         """
 
         step_tag_id: Annotated[int, Meta(ge=0)] | None = None

@@ -109,7 +109,7 @@ class _Groups(Quantization):
 
 
 class Int8(_Groups):
-    """Codes of eight bits, and a scale and an offset per group: 255 steps between its limits."""
+    """8-bit codes with a scale and an offset per group: 255 steps from minimum to maximum."""
 
     contract = 1
     bits = 8
@@ -123,11 +123,10 @@ class Int8(_Groups):
 
 
 class Int4(_Groups):
-    """Codes of four bits, and a scale and an offset per group, of little squared error.
+    """4-bit codes with a scale and an offset per group.
 
-    Several ranges of codes are tried for each group. For the codes that each gives, the scale and
-    the offset of least squares are computed, and the pair with the smallest error is taken, as
-    llama.cpp chooses them.
+    For each group, several ranges of codes are tried, with the scale and the offset of least
+    squares. The range with the smallest squared error is used, as in llama.cpp.
     """
 
     contract = 1

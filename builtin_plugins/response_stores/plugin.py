@@ -13,7 +13,7 @@ _DAY = 24 * 60 * 60.0
 
 
 class ResponseStores:
-    """Keeps responses, so that `previous_response_id` goes on from them."""
+    """Stores responses for `previous_response_id`."""
 
     contract = 1
 
@@ -21,15 +21,14 @@ class ResponseStores:
         """Options.
 
         Attributes:
-            use: where responses are kept; None keeps none.
-            path: file of "sqlite", which is made where it is missing.
-            seconds: how long a response is kept.
-            max_bytes: size of all responses together; beyond it, the oldest go of the key that has
-                most.
-            max_response_bytes: size of one, with the conversation before it; a larger one is not
-                kept, and its request ends with an error.
-            retain_seconds: how long the keys and values of a stored response are to stay in the
-                prefix cache, where the request has no `retain_seconds`.
+            use: the store; None stores nothing.
+            path: file of "sqlite", created if missing.
+            seconds: time that a response is stored.
+            max_bytes: maximum size of all responses; beyond it, the oldest responses of the key
+                with the most bytes are deleted.
+            max_response_bytes: maximum size of a response with its conversation; a larger one is
+                not stored, and its request ends with an error.
+            retain_seconds: `retain_seconds` of requests that have none.
         """
 
         use: Literal["memory", "sqlite"] | None = None

@@ -49,15 +49,15 @@ class DefaultScheduler(Scheduler):
     context: SchedulerContext
 
     class Options(plugins.Options):
-        """How far a waiting request may be overtaken by later ones, and prompts slow down others.
+        """Limits of overtaking, and of the time that prompts add to a step.
 
         Attributes:
-            max_overtaken: steps in which others may be admitted before a request that lacks
-                budget or an adapter's slot; after that, none behind it is admitted before it.
-            max_set_aside: limit of requests that one step considers and sets aside.
-            max_slowdown: with `scheduler.step_milliseconds`, a step with prompts takes at most so
-                times the time of the requests that generate alone; it grows with the time for
-                which a prompt has waited, by its value each second.
+            max_overtaken: maximum number of steps that admit later requests before a request that
+                lacks budget or an adapter slot; after that, it blocks later requests.
+            max_set_aside: maximum number of requests that a step sets aside.
+            max_slowdown: with `scheduler.step_milliseconds`, maximum time of a step with prompts,
+                as a multiple of a step without prompts. The factor grows by this value for each
+                second that a prompt has waited.
         """
 
         max_overtaken: Annotated[int, Meta(ge=0)] = 64

@@ -26,15 +26,15 @@ _CHUNK = 512
 
 
 class DraftModel(Speculator):
-    """Lets a smaller model of the same tokens go on with the text.
+    """Drafts tokens with a smaller model that has the same tokenizer.
 
-    It draws with the request's temperature, truncation and noise. With the same noise, two
+    It samples with the request's temperature, truncation and noise. With the same noise, two
     distributions choose the same token nearly as often as they overlap (M. Daliri, C. Musco,
     A. T. Suresh, "Coupling without communication and drafter-invariant speculative decoding",
     2024).
-    The drafts of a request do not depend on others, and its KV cache is its own: it survives a
-    preemption of the request, and a prefix that the engine had cached is computed once. A request
-    with embeddings in its prompt, which belong to the engine's model, has no drafts.
+    The drafts of a request do not depend on other requests. The draft model has a KV cache of its
+    own, which survives a preemption of the request. A request with prompt embeddings has no
+    drafts.
     """
 
     contract = 1
@@ -44,9 +44,8 @@ class DraftModel(Speculator):
 
         Attributes:
             model: the draft model, as `model` of the configuration.
-            cache_tokens: tokens of all requests that its KV cache has room for; a request for which
-                there is none left has no drafts. None is the length of `max_num_seqs` requests, at
-                most 65536.
+            cache_tokens: size of its KV cache in tokens, for all requests; a request without room
+                has no drafts. None is the length of `max_num_seqs` requests, at most 65536.
         """
 
         model: Annotated[str, Meta(min_length=1)]

@@ -16,9 +16,9 @@ _MOST_PLACES = 16
 class NGram(Speculator):
     """Drafts from the request's own prompt and output (prompt lookup decoding).
 
-    Of the places where the last `shortest` tokens stood before, the one is taken where most tokens
-    before them are the same, of equals the latest (A. Saxena, "Prompt Lookup Decoding", 2023). Of a
-    prompt with embeddings, the part after the last one is searched.
+    It searches for earlier occurrences of the last `shortest` tokens, and drafts what followed the
+    longest match, or the latest of equal ones (A. Saxena, "Prompt Lookup Decoding", 2023). In a
+    prompt with embeddings, it searches the part after the last one.
     """
 
     contract = 1
@@ -28,8 +28,8 @@ class NGram(Speculator):
         """Options.
 
         Attributes:
-            shortest: tokens that have to be the same.
-            longest: tokens that are compared, at most.
+            shortest: minimum length of a match in tokens.
+            longest: maximum number of compared tokens.
         """
 
         shortest: Annotated[int, Meta(ge=1, le=16)] = 2

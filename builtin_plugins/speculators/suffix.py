@@ -18,18 +18,18 @@ _T = TypeVar("_T")
 
 
 class Suffix(Speculator):
-    """Drafts from the request's own text and from outputs of others, by a tree of suffixes each.
+    """Drafts from suffix trees of the request's own text and of outputs of other requests.
 
-    The last 1, 2, ... tokens are looked up in both. The most frequent continuation is drafted while
-    its share of the places is large enough, and the draft with the most tokens that are
-    expected to be right is taken; of equals, the longest run of tokens, in the request's
-    own text (G. Oliaro et al., "SuffixDecoding", NeurIPS 2025). More tokens are drafted the more
-    are the same: a text that repeats another one gets many, a new one few or none.
+    It looks up the last 1, 2, ... tokens in both trees, and drafts the most frequent continuation
+    while its share of the occurrences is large enough. Of these drafts, it takes the one with the
+    most tokens that are expected to be accepted; of equal ones, that of the longest match, and of
+    the request's own text (G. Oliaro et al., "SuffixDecoding", NeurIPS 2025). A longer match gives
+    a longer draft.
 
-    Outputs, including outputs of running requests, are seen by requests of the same cache salt and
-    adapter only. They stay until the limits of all are reached, then the oldest go. The trees of
-    running requests take 50 to 110 bytes a token of prompt and output besides. Of a prompt with
-    embeddings, the part after the last one belongs to the text.
+    Outputs, also those of running requests, are shared by requests with the same cache salt and
+    adapter only. The oldest outputs are removed when a limit is reached. In addition, the trees of
+    running requests take 50 to 110 bytes per token of prompt and output. In a prompt with
+    embeddings, the text begins after the last one.
     """
 
     contract = 1
@@ -40,12 +40,12 @@ class Suffix(Speculator):
         """Options.
 
         Attributes:
-            max_tree_depth: tokens that are compared and drafted, together, at most.
-            max_cached_requests: requests with kept outputs, at most; 0 keeps none.
-            max_bytes: bytes that these occupy, at most.
-            max_spec_factor: tokens that are drafted for each token that is the same, at most.
-            max_spec_offset: tokens that may be drafted besides.
-            min_token_prob: a draft ends before a token that is less probable.
+            max_tree_depth: maximum number of compared and drafted tokens together.
+            max_cached_requests: maximum number of requests with kept outputs; 0 keeps none.
+            max_bytes: maximum size of the kept outputs.
+            max_spec_factor: maximum number of drafted tokens per matched token.
+            max_spec_offset: drafted tokens beyond that.
+            min_token_prob: a draft ends before a token with a lower probability.
         """
 
         max_tree_depth: Annotated[int, Meta(ge=2, le=256)] = 24
@@ -56,12 +56,12 @@ class Suffix(Speculator):
         min_token_prob: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
     class Arguments(plugins.Arguments):
-        """How a request is drafted for; None is the operator's option.
+        """Options of a request; None is the operator's option.
 
         Attributes:
-            max_spec_factor: see the options.
-            max_spec_offset: likewise.
-            min_token_prob: likewise.
+            max_spec_factor: see the option.
+            max_spec_offset: see the option.
+            min_token_prob: see the option.
         """
 
         max_spec_factor: Annotated[float, Meta(ge=0, le=256)] | None = None

@@ -42,7 +42,7 @@ class TransformersTokenizer(Tokenizer):
         """Chat templates, which are programs of the model's author, their limits, and a cache.
 
         Attributes:
-            chat_template: path of a Jinja file that takes the place of the model's template.
+            chat_template: path of a Jinja file that replaces the model's template.
             template_variables: variables that callers may set, by `chat_template_kwargs`.
             cache_bytes: memory for the token ids of the latest messages, so that the next turn of a
                 conversation costs its new messages; 0 keeps none.

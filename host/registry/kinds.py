@@ -177,7 +177,7 @@ KINDS: dict[str, PluginKind] = {
             number=Number.MANY,
             processes=(Process.FRONTEND, Process.WORKER),
             fault_scope=FaultScope.REQUEST,
-            summary="Change the logits of the requests that ask for it.",
+            summary="Change the logits of the requests that use the processor.",
             suite="LogitsProcessorSuite",
         ),
         PluginKind(
@@ -211,7 +211,7 @@ KINDS: dict[str, PluginKind] = {
             processes=(Process.FRONTEND, Process.WORKER),
             fault_scope=FaultScope.STEP,
             chosen_by="speculation.use",
-            summary="Draft how outputs go on; the next step verifies each draft.",
+            summary="Draft tokens; the next step verifies each draft.",
             suite="SpeculatorSuite",
         ),
         PluginKind(
@@ -221,7 +221,7 @@ KINDS: dict[str, PluginKind] = {
             number=Number.MANY,
             processes=(Process.FRONTEND, Process.WORKER),
             fault_scope=FaultScope.REQUEST,
-            summary="Make vectors of the hidden states of a prompt.",
+            summary="Compute vectors from the hidden states of a prompt.",
             suite="PoolerSuite",
         ),
         PluginKind(
@@ -232,7 +232,7 @@ KINDS: dict[str, PluginKind] = {
             number=Number.MANY,
             processes=(Process.FRONTEND, Process.ENGINE, Process.WORKER),
             fault_scope=FaultScope.REQUEST,
-            summary="Read or change hidden states inside of the model, of requests that ask.",
+            summary="Read or change hidden states in the model, for requests that ask.",
             suite="ActivationTapSuite",
         ),
         PluginKind(
@@ -353,7 +353,7 @@ KINDS: dict[str, PluginKind] = {
             processes=(Process.WORKER,),
             fault_scope=FaultScope.ENGINE,
             named_by="quantization.use",
-            summary="Store a model's matrices with few bits.",
+            summary="Quantize the weight matrices of a model.",
             suite="QuantizationSuite",
         ),
         PluginKind(
@@ -397,7 +397,7 @@ KINDS: dict[str, PluginKind] = {
             processes=(Process.FRONTEND, Process.ENGINE),
             fault_scope=FaultScope.REQUEST,
             named_by="grammar.use",
-            summary="Say which tokens may come next in structured output.",
+            summary="Constrain the next token to structured output.",
             suite="GrammarSuite",
         ),
         PluginKind(
@@ -419,7 +419,7 @@ KINDS: dict[str, PluginKind] = {
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.REQUEST,
             named_by="tools.parser",
-            summary="Find the calls of tools in what a model writes.",
+            summary="Find the tool calls in the output of a model.",
             suite="OutputParserSuite",
             contract=2,
             role="tools",
@@ -442,7 +442,7 @@ KINDS: dict[str, PluginKind] = {
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.REQUEST,
-            summary="Make prompts of other inputs, and other outputs of what the model makes.",
+            summary="Convert other inputs to prompts, and results to other outputs.",
             suite="IOProcessorSuite",
         ),
         PluginKind(
@@ -453,7 +453,7 @@ KINDS: dict[str, PluginKind] = {
             fault_scope=FaultScope.STEP,
             chosen_by="parallel.balancer",
             idle_at=("parallel.data", 1),
-            summary="Choose the engine that runs a request, where there are several.",
+            summary="Choose the engine that runs a request, if there are several.",
             suite="LoadBalancerSuite",
         ),
         PluginKind(
@@ -474,7 +474,7 @@ KINDS: dict[str, PluginKind] = {
             number=Number.MANY,
             processes=(Process.FRONTEND, Process.ENGINE, Process.WORKER),
             fault_scope=FaultScope.ENGINE,
-            summary="Make components of classes that were written for another engine.",
+            summary="Adapt classes that were written for another engine.",
             suite="ComponentAdapterSuite",
         ),
         PluginKind(
@@ -485,7 +485,7 @@ KINDS: dict[str, PluginKind] = {
             number=Number.MANY,
             processes=(Process.FRONTEND, Process.ENGINE),
             fault_scope=FaultScope.REQUEST,
-            summary="Behaviour that is not a component: lifecycle, requests, commands.",
+            summary="Observe lifecycle and requests; add commands and routes.",
             suite="HookSuite",
         ),
     )

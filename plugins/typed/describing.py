@@ -234,6 +234,7 @@ _TYPE_TEXTS: Mapping[type, Callable[[Any], str]] = {
     types.LiteralType: lambda info: " or ".join(f'"{value}"' for value in info.values),
     types.EnumType: lambda info: " or ".join(f'"{item.value}"' for item in info.cls),
     types.ListType: _list_text,
+    types.VarTupleType: _list_text,
     types.DictType: _dict_text,
     types.StructType: _struct_text,
 }

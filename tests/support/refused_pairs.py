@@ -1,4 +1,4 @@
-"""Pairs of features that do not go together, how each is refused, and the table of them.
+"""Pairs of features that cannot be combined, their errors, and the table of the pairs.
 
     PYTHONPATH=tests python -m support.refused_pairs
 
@@ -16,7 +16,7 @@ import numpy as np
 from transformers import RepetitionPenaltyLogitsProcessor
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate-from-vllm.md"
-BEGIN = "<!-- pairs that are refused, written by tests/support/refused_pairs.py -->"
+BEGIN = "<!-- pairs that are rejected, written by tests/support/refused_pairs.py -->"
 END = "<!-- end of pairs -->"
 
 HERE = "support.plugins"
@@ -69,7 +69,7 @@ PAIRS = [
         _NGRAM | {"plugins": {"enable": [f"{HERE}.faulty:Whole"]}},
     ),
     RefusedPair(
-        "planning ahead",
+        "asynchronous scheduling",
         "an executor that takes one step at a time",
         ("scheduler.asynchronous", "one_at_a_time"),
         {
@@ -85,21 +85,21 @@ PAIRS = [
     ),
     RefusedPair(
         "a KV connector",
-        "`kv_cache.window_groups`, in a model of sliding windows",
+        "`kv_cache.window_groups`, in a model with sliding windows",
         ("kv_connector", "kv_cache.window_groups"),
         _STORES,
         windows=True,
     ),
     RefusedPair(
         "a KV connector",
-        "a model of layers with states",
+        "a model with recurrent layers",
         ("kv_connector.use", "keeps states"),
         _STORES,
         states=True,
     ),
     RefusedPair(
         "a speculator",
-        "a model of layers with states",
+        "a model with recurrent layers",
         ("speculation", "keeps states"),
         _NGRAM,
         states=True,
@@ -157,7 +157,7 @@ PAIRS = [
     ),
     RefusedPair(
         "`structured`",
-        "markers of the thinking budget's own",
+        "`start` and `end` of `thinking_budget`",
         ("structured", "thinking_budget"),
         {},
         {
@@ -244,7 +244,7 @@ PAIRS = [
         images=True,
     ),
     RefusedPair(
-        "a conversation that stays open",
+        "a session",
         "images",
         ("conversation", "multi_modal_data"),
         {},
@@ -254,7 +254,7 @@ PAIRS = [
         conversation=True,
     ),
     RefusedPair(
-        "a conversation that stays open",
+        "a session",
         "prompt embeddings",
         ("conversation", "prompt_embeds"),
         _EMBEDDINGS,
@@ -263,7 +263,7 @@ PAIRS = [
         conversation=True,
     ),
     RefusedPair(
-        "a conversation that stays open",
+        "a session",
         "`n` above 1",
         ("conversation", "n: expected 1"),
         {},
@@ -275,7 +275,7 @@ PAIRS = [
 
 def table() -> str:
     """Return the table."""
-    lines = ["| | with | is refused |", "|---|---|---|"]
+    lines = ["| feature | with | rejected |", "|---|---|---|"]
     for pair in PAIRS:
         when = "at the start" if pair.request is None else "the request"
         lines.append(f"| {pair.one} | {pair.other} | {when} |")

@@ -27,7 +27,7 @@ MODELS = "models"
 class Encoders(StepPart):
     """Requests with `features`, of models that have a `media_format`.
 
-    A fault ends the requests with media of its step.
+    A fault ends the requests with media in that step.
     """
 
     contract = 1
@@ -37,8 +37,9 @@ class Encoders(StepPart):
         """Options.
 
         Attributes:
-            budget_tokens: tokens of images that a step encodes, and that workers keep embeddings
-                for, at most; None is `scheduler.max_num_batched_tokens`, and one image at least.
+            budget_tokens: maximum number of image tokens that a step encodes, and that workers
+                keep embeddings for; at least one image. None is
+                `scheduler.max_num_batched_tokens`.
         """
 
         budget_tokens: Annotated[int, Meta(ge=1)] | None = None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Pooling(StepPart):
     """Requests with `pooling_params`, which return vectors; drives the `poolers` kind.
 
-    A fault of a pooler ends the request that it is about.
+    A fault of a pooler ends the request.
     """
 
     contract = 1
@@ -32,10 +32,10 @@ class Pooling(StepPart):
         """Options.
 
         Attributes:
-            pooler: pooler of requests that name none; None is the one that the folder of the model
-                names, or else "last".
-        matryoshka_dimensions: sizes that vectors may be cut to, of a model that was trained for it
-            without a field of its config.json; None takes them from these fields.
+            pooler: default pooler of requests; None is the pooler that the model's directory names,
+                otherwise "last".
+            matryoshka_dimensions: allowed `dimensions` of a Matryoshka model; None takes them from
+                config.json.
         """
 
         pooler: Annotated[str, Meta(min_length=1)] | None = None

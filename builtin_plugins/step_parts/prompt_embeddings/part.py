@@ -23,7 +23,7 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model")
 class PromptEmbeddings(StepPart):
     """Prompts with embeddings instead of token ids at some or all positions.
 
-    A fault ends the requests that have some.
+    A fault ends the requests with prompt embeddings.
     """
 
     contract = 1
@@ -32,9 +32,8 @@ class PromptEmbeddings(StepPart):
         """Options.
 
         Attributes:
-            enabled: whether requests may have embeddings. Requests to the HTTP server may only if
-                `server.prompt_embeds` is set, too.
-            max_bytes: bytes of the embeddings of a prompt, as float32, at most.
+            enabled: allow prompt embeddings. Over HTTP, set `server.prompt_embeds` too.
+            max_bytes: maximum size of the embeddings of a prompt, as float32.
         """
 
         enabled: bool = False

@@ -15,7 +15,7 @@ from .sessions import RetainedSessions, RetainingRequests
 class PrefixRetention(StepPart):
     """Requests with `retain_seconds`: eviction policies keep their blocks, if possible.
 
-    It is a wish, never a guarantee. A fault costs wishes, and no request.
+    Retention is not guaranteed. A fault loses retention, and ends no request.
     """
 
     contract = 1
@@ -25,10 +25,10 @@ class PrefixRetention(StepPart):
         """Options.
 
         Attributes:
-            max_seconds: the longest time for which a request may ask; longer ones are cut.
-            share: how much of the KV cache the requests of one salt, such as a client's
-                key, may have retained; the first blocks of each request count first.
-            max_sessions: sessions that are known at once; further ones get nothing.
+            max_seconds: maximum of `retain_seconds`; longer times are reduced to it.
+            share: maximum share of the KV cache that the requests of one cache salt, such as a
+                client's key, may retain; the first blocks of each request are retained first.
+            max_sessions: maximum number of sessions; further sessions retain nothing.
         """
 
         max_seconds: Annotated[float, Meta(gt=0)] = 3600.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ActivationTaps(StepPart):
     """Requests with arguments for activation taps; drives the `activation_taps` kind.
 
-    A fault of a tap ends the requests that it is about.
+    A fault of a tap ends the requests that use the tap.
     """
 
     contract = 1
@@ -31,8 +31,8 @@ class ActivationTaps(StepPart):
         """Options.
 
         Attributes:
-            max_bytes: numbers that the taps of a request may give, in bytes; a request that
-                exceeds it ends with an error.
+            max_bytes: maximum size of the values that taps return for a request; beyond it, the
+                request ends with an error.
         """
 
         max_bytes: Annotated[int, Meta(ge=1)] = 64 * 2**20

@@ -16,7 +16,7 @@ from .recorder import TraceRecorder
 class Tracing(StepPart):
     """Records the choice of tokens for requests with "trace" in `include`.
 
-    It reads, and changes nothing; a fault of it costs traces, and no request.
+    It changes no output. A fault loses traces, and ends no request.
     """
 
     contract = 1
@@ -26,10 +26,9 @@ class Tracing(StepPart):
         """Options.
 
         Attributes:
-            candidates: tokens that are shown for a position, and for a change, of a request that
-                does not ask for a number.
-            positions: output positions that are traced; later ones are not.
-            rows: positions of one step that are traced; requests beyond them lack it.
+            candidates: number of tokens per position and per change, if a request states none.
+            positions: number of traced output positions; later ones are not traced.
+            rows: maximum number of traced positions per step; further requests are not traced.
         """
 
         candidates: Annotated[int, Meta(ge=1, le=20)] = 8
@@ -40,7 +39,7 @@ class Tracing(StepPart):
         """Arguments of a traced request.
 
         Attributes:
-            candidates: tokens that are shown for a position, and for a change; None is the option.
+            candidates: number of tokens per position and per change; None is the option.
         """
 
         candidates: Annotated[int, Meta(ge=1, le=20)] | None = None

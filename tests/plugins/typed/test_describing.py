@@ -68,6 +68,7 @@ class Derived(Base):
         (Literal["a", "b"], '"a" or "b"'),
         (Colour, '"red" or "blue"'),
         (list[str], "a list, each a string"),
+        (tuple[str, ...], "a list, each a string"),
         (dict[str, int], "a table, each a whole number"),
         (dict[str, Any], "a table"),
         (Base, "a table of a, b"),

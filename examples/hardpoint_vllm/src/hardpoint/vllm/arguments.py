@@ -357,7 +357,7 @@ _REFUSED: Mapping[str, str] = {
     "spec_model": "use speculative_config, or speculation.use",
     "quantization_config": "write it as [quantization]",
     "additional_config": "options of plugins are tables [plugin.NAME]",
-    "weight_transfer_config": "use `llm.weights.update` (docs/weight-updates.md)",
+    "weight_transfer_config": "use `llm.weights.update` (docs/hot-reconfiguration.md)",
     "reasoning_config": "use [reasoning]",
     "enable_elastic_ep": "use `llm.engines.scale`",
     "enable_trace_replay": "use engine.journal (docs/failures.md)",

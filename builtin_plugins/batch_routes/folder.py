@@ -266,9 +266,9 @@ class BatchPlace:
         """Return the batch that was read, which may be about to be cancelled."""
         batch = record.batch
         with contextlib.suppress(FileNotFoundError):
-            cancelled_at = int(self.path("cancel").stat().st_mtime)
+            requested_at = int(self.path("cancel").stat().st_mtime)
             if batch.status in ("validating", "in_progress"):
-                batch.status, batch.cancelling_at = "cancelling", cancelled_at
+                batch.status, batch.cancelling_at = "cancelling", requested_at
         return record
 
     def write(self, record: BatchRecord) -> None:

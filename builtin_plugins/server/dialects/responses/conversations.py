@@ -34,7 +34,7 @@ _LOCK_SECONDS = 10.0
 _LOCK_INTERVAL = 0.02
 
 
-class Conversation(msgspec.Struct, kw_only=True):
+class ConversationResource(msgspec.Struct, kw_only=True):
     """A conversation without its items."""
 
     id: str
@@ -67,9 +67,9 @@ class ConversationRecord(msgspec.Struct, kw_only=True):
         """Return the items in the types of a request."""
         return msgspec.convert(self.items, list[InputItem])
 
-    def shown(self, name: str) -> Conversation:
+    def shown(self, name: str) -> ConversationResource:
         """Return the conversation as clients see it."""
-        return Conversation(id=name, created_at=self.created_at, metadata=self.metadata)
+        return ConversationResource(id=name, created_at=self.created_at, metadata=self.metadata)
 
 
 class _ItemsBody(Strict):
@@ -140,7 +140,7 @@ class StoredConversations:
 
     async def create(
         self, client: Client, items: Sequence[InputItem], metadata: dict[str, str]
-    ) -> Conversation:
+    ) -> ConversationResource:
         """Store a new conversation.
 
         Raises:
@@ -243,7 +243,9 @@ class StoredConversations:
         record.items.extend(added)
         return added
 
-    async def update(self, client: Client, name: str, metadata: dict[str, str]) -> Conversation:
+    async def update(
+        self, client: Client, name: str, metadata: dict[str, str]
+    ) -> ConversationResource:
         """Replace the metadata of a conversation.
 
         Raises:
@@ -253,7 +255,7 @@ class StoredConversations:
             record.metadata = metadata
         return record.shown(name)
 
-    async def delete_item(self, client: Client, name: str, item_id: str) -> Conversation:
+    async def delete_item(self, client: Client, name: str, item_id: str) -> ConversationResource:
         """Delete an item of a conversation.
 
         Raises:
@@ -280,13 +282,13 @@ class ConversationRoutes:
                 methods=("POST",),
                 summary="Create a conversation.",
                 request_type=ConversationCreateRequest,
-                response_type=Conversation,
+                response_type=ConversationResource,
             ),
             Route(
                 path=path,
                 endpoint=self.retrieve,
                 summary="Return a conversation.",
-                response_type=Conversation,
+                response_type=ConversationResource,
             ),
             Route(
                 path=path,
@@ -294,7 +296,7 @@ class ConversationRoutes:
                 methods=("POST",),
                 summary="Replace the metadata of a conversation.",
                 request_type=ConversationUpdateRequest,
-                response_type=Conversation,
+                response_type=ConversationResource,
             ),
             Route(
                 path=path,
@@ -332,7 +334,7 @@ class ConversationRoutes:
                 endpoint=self.delete_item,
                 methods=("DELETE",),
                 summary="Delete an item of a conversation.",
-                response_type=Conversation,
+                response_type=ConversationResource,
             ),
         ]
 
@@ -348,7 +350,7 @@ class ConversationRoutes:
         """Answer with a conversation."""
         name = _name(request)
 
-        async def work(stored: StoredConversations) -> Conversation:
+        async def work(stored: StoredConversations) -> ConversationResource:
             return (await stored.find(request.state.client, name, "conversation_id")).shown(name)
 
         return await self._answer(request, work)

@@ -98,6 +98,16 @@ def test_other_text_than_base64_is_rejected(llm):
         llm.generate("say", SamplingParams(plugin_args=arguments))
 
 
+def test_a_client_cannot_send_compiled_code(llm):
+    for arguments in (
+        {"compiled": "AAAA"},
+        {"module": text(SUCCESSOR), "compiled": "AAAA"},
+        {"module": text(SUCCESSOR), "compiled": b"AAAA"},
+    ):
+        with pytest.raises(RequestError, match=r"plugin_args\.wasm\.compiled"):
+            llm.generate("say", SamplingParams(plugin_args={"wasm": arguments}))
+
+
 def test_a_compile_bomb_ends_at_the_limit_and_others_compile():
     compiler = Compiler(0.5, 1 << 30, 256 << 10)
     bomb = compile_bomb(18_000)
@@ -195,4 +205,7 @@ def test_listed_keys_send_modules_over_http(tmp_path):
         ended = ask(server, "ann", FAILING["infinite loop"][0]).json()["choices"][0]
         assert ended["stop_reason"]["reason"] == "fuel"
         wrong = ask(server, "ann", REJECTED["imports"][0])
+        large = ask(server, "ann", SUCCESSOR + bytes(300_000))
+        assert (large.status, "max_module_bytes" in large.json()["error"]["message"]) == (400, True)
+        assert ask(server, "ann", SUCCESSOR + bytes(10 << 20)).status == 413
         assert (wrong.status, "no imports" in wrong.json()["error"]["message"]) == (400, True)

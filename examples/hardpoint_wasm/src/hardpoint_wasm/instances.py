@@ -11,10 +11,11 @@ import wasmtime
 
 from .settings import open_engine
 
-__all__ = ["Limits", "ModuleError", "RunnableModule"]
+__all__ = ["Limits", "ModuleError", "RunnableModule", "token_bytes"]
 
 Logits = npt.NDArray[np.float32]
 
+TOKEN_BYTES = 4
 _MAX_STATE_BYTES = 65536
 _TABLE_ELEMENTS = 10_000
 _REASONS = {
@@ -78,38 +79,39 @@ class RunnableModule:
         with _Instance(self._module, self._limits, self._limits.fuel) as instance:
             return bytes(instance.state_size())
 
-    def advance(self, state: bytes, tokens: Sequence[int]) -> bytes:
+    def advance(self, state: bytes, tokens: bytes) -> bytes:
         """Return the state after further tokens.
+
+        Args:
+            tokens: as `token_bytes` returns them.
 
         Raises:
             ModuleError: the module failed, or exceeded a limit.
         """
         if not self.advances or not tokens:
             return state
-        fuel = self._limits.advance_fuel * len(tokens)
-        with _Instance(self._module, self._limits, fuel) as instance:
+        count = len(tokens) // TOKEN_BYTES
+        with _Instance(self._module, self._limits, self._limits.advance_fuel * count) as instance:
             state_address = instance.put(state)
-            tokens_address = instance.put(_ids(tokens))
-            instance.call("advance", state_address, tokens_address, len(tokens))
+            instance.call("advance", state_address, instance.put(tokens), count)
             return instance.get(state_address, len(state))
 
-    def process(
-        self, logits: Logits, prompt: Sequence[int], outputs: Sequence[int], state: bytes
-    ) -> Logits:
+    def process(self, logits: Logits, tokens: bytes, num_prompt: int, state: bytes) -> Logits:
         """Return the new logits of a row.
 
         Args:
             logits: float32 [vocab].
+            tokens: prompt and output, as `token_bytes` returns them.
 
         Raises:
             ModuleError: the module failed, exceeded a limit, or returned invalid logits.
         """
-        tokens = [*prompt, *outputs]
         with _Instance(self._module, self._limits, self._limits.fuel) as instance:
             row = instance.put(logits.astype("<f4").tobytes())
-            ids = instance.put(_ids(tokens))
-            state_address = instance.put(state) if state else 0
-            instance.call("process", row, len(logits), ids, len(prompt), len(tokens), state_address)
+            ids = instance.put(tokens)
+            address = instance.put(state) if state else 0
+            count = len(tokens) // TOKEN_BYTES
+            instance.call("process", row, len(logits), ids, num_prompt, count, address)
             result = np.frombuffer(instance.get(row, 4 * len(logits)), "<f4").astype(np.float32)
         result[np.isneginf(logits)] = -np.inf
         if np.isnan(result).any() or np.isposinf(result).any():
@@ -207,5 +209,6 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0][:200]
 
 
-def _ids(tokens: Sequence[int]) -> bytes:
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Return token ids as modules get them."""
     return np.asarray(tokens, "<i4").tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from hardpoint.plugins import (
 )
 
 from .compilation import CompileOptions, Compiler, open_compiler, read_module
-from .instances import Limits, ModuleError, RunnableModule
+from .instances import Limits, ModuleError, RunnableModule, token_bytes
 
 __all__ = ["Wasm"]
 
@@ -33,16 +34,16 @@ class RequestState:
     """State of a request.
 
     Attributes:
-        outputs: output tokens.
+        tokens: int32 ids of the prompt and the output.
         data: state of the module.
-        failures: output tokens before a failed call of `process`, with the failure.
+        failures: tokens before a failed call of `process`, with the failure.
     """
 
     module: RunnableModule = field(compare=False)
-    prompt: tuple[int, ...]
-    outputs: tuple[int, ...]
+    num_prompt: int
+    tokens: bytes
     data: bytes
-    failures: dict[tuple[int, ...], ModuleError] = field(default_factory=dict, compare=False)
+    failures: dict[bytes, ModuleError] = field(default_factory=dict, compare=False)
 
 
 class Wasm(LogitsProcessor):
@@ -121,37 +122,38 @@ class Wasm(LogitsProcessor):
     def start(self, request: LogitsRequest) -> RequestState | Finish:
         """Load the module, and advance its state over the tokens."""
         arguments: Wasm.Prepared = request.arguments[self.name]
-        prompt, outputs = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
+        tokens = token_bytes([*request.prompt_token_ids, *request.output_token_ids])
         try:
             module = RunnableModule(arguments.compiled, self._limits)
-            data = module.advance(module.initial_state(), (*prompt, *outputs))
+            data = module.advance(module.initial_state(), tokens)
         except ModuleError as error:
             return _finish(error)
-        return RequestState(module, prompt, outputs, data)
+        return RequestState(module, len(request.prompt_token_ids), tokens, data)
 
     def advance(self, state: RequestState, token: int) -> RequestState | Finish:
         """Advance the state of the module; end the request after a failure."""
-        if (failure := state.failures.get(state.outputs)) is not None:
+        if (failure := state.failures.get(state.tokens)) is not None:
             return _finish(failure)
+        added = token_bytes([token])
         try:
-            data = state.module.advance(state.data, (token,))
+            data = state.module.advance(state.data, added)
         except ModuleError as error:
             return _finish(error)
-        state.outputs, state.data = (*state.outputs, token), data
+        state.tokens, state.data = state.tokens + added, data
         return state
 
     def fork(self, state: RequestState) -> RequestState:
         """Return a copy that shares the module and the failures."""
-        return RequestState(state.module, state.prompt, state.outputs, state.data, state.failures)
+        return copy.copy(state)
 
     def apply(self, logits: torch.Tensor, rows: Rows[Prepared, RequestState]) -> torch.Tensor:
         """Return the logits of the modules; rows of failed modules stay unchanged."""
         values = logits.cpu().numpy().copy()
         for row, state in zip(values, rows.states(), strict=True):
             try:
-                row[:] = state.module.process(row, state.prompt, state.outputs, state.data)
+                row[:] = state.module.process(row, state.tokens, state.num_prompt, state.data)
             except ModuleError as error:
-                state.failures[state.outputs] = error
+                state.failures[state.tokens] = error
         return torch.from_numpy(values).to(logits.device)
 
 

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.errors import BusyError
+from hardpoint.cli import main
+from hardpoint.errors import BusyError, ConfigError
 from hardpoint.testing import scripted_config
 from hardpoint.toolkit.reloading import PluginReloader
 from hardpoint.toolkit.reloading.copies import CopiedPackages
@@ -223,6 +224,33 @@ def test_a_reload_waits_for_another_change(package, open_llm, copies):
         assert reloads.message().startswith("reloaded forced")
     (uses,) = {tuple(uses.items()) for uses in calls}
     assert uses == (("logits_processors/forced", f"{package.name}__reload_1.forced:Forced"),)
+
+
+def test_without_watchfiles_nothing_opens(open_llm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    before = list(sys.path)
+    with pytest.raises(ConfigError, match=r"pip install 'hardpoint\[reload\]'"):
+        open_llm(reload_plugins=True)
+    assert sys.path == before
+
+
+def test_an_engine_that_does_not_open_leaves_no_folder(scripted):
+    before = list(sys.path)
+    with pytest.raises(ConfigError):
+        LLM(config=scripted_config(scripted, {"max_model_len": -1}), reload_plugins=True)
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    {
+        ("--workers", "2"): "--reload-plugins: expected one worker (server.workers), got 2",
+        ("--on", "ray"): "--reload-plugins: expected a server without --on ray",
+    }.items(),
+)
+def test_servers_with_several_frontends_are_rejected(scripted, capsys, arguments, message):
+    assert main(["serve", str(scripted), "--reload-plugins", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def wait_until(condition):

@@ -55,6 +55,23 @@ ALTERNATING = module(
 )
 """Prefers one of three tokens, in turns, so that drafts of `ngram` are accepted."""
 
+VOWELS = module(
+    """
+    (local $token i32)
+    (loop $next
+      (if (i32.eqz (i32.or (i32.or
+          (i32.eq (local.get $token) (i32.load (i32.const 16)))
+          (i32.eq (local.get $token) (i32.load (i32.const 20))))
+          (i32.eq (local.get $token) (i32.load (i32.const 24)))))
+        (then (f32.store (local.get $logits) (f32.const -inf))))
+      (local.set $logits (i32.add (local.get $logits) (i32.const 4)))
+      (local.set $token (i32.add (local.get $token) (i32.const 1)))
+      (br_if $next (i32.lt_u (local.get $token) (local.get $vocab))))
+    """,
+    r'(data (i32.const 16) "\41\00\00\00\45\00\00\00\49\00\00\00")',
+)
+"""Allows the tokens 65, 69 and 73 only, as a grammar."""
+
 COUNTING = module(
     """
     (local $at i32)

@@ -9,7 +9,7 @@ import re
 import pytest
 from hardpoint_wasm.compilation import CompileOptions, Compiler, open_compiler
 from hardpoint_wasm.senders import may_send
-from modules import ALTERNATING, COUNTING, FAILING, REJECTED, SUCCESSOR, compile_bomb, text
+from modules import ALTERNATING, COUNTING, FAILING, REJECTED, SUCCESSOR, VOWELS, compile_bomb, text
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.plugins.server import Client
@@ -57,6 +57,22 @@ def test_a_module_changes_the_logits_of_its_request_only(llm):
     assert all(after == before + 1 for before, after in itertools.pairwise(first[:6]))
     assert outputs[1].outputs[0].text.startswith(" ha ha")
     assert outputs[2].outputs[0].token_ids != outputs[1].outputs[0].token_ids
+
+
+def test_a_module_works_as_a_grammar(llm):
+    fields = {"temperature": 8.0, "max_tokens": 60, "seed": 3}
+    outputs = llm.generate(["say"] * 2, [params(VOWELS, **fields), params(**fields)])
+    first, second = (set(output.outputs[0].token_ids) for output in outputs)
+    assert first == {65, 69, 73}
+    assert second - first
+
+
+def test_a_token_that_is_masked_before_stays_masked(llm):
+    (output,) = llm.generate("say", params(VOWELS, allowed_token_ids=[65, 70]))
+    assert set(output.outputs[0].token_ids) == {65}
+    nothing = params(VOWELS, allowed_token_ids=[70])
+    ended = llm.generate("say", nothing)[0].outputs[0]
+    assert (ended.stop_reason["reason"], len(ended.token_ids)) == ("logits", 1)
 
 
 @pytest.mark.parametrize("name", FAILING)

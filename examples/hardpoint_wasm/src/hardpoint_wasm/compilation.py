@@ -103,7 +103,7 @@ class Compiler:
         return result
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=8)
 def _open(seconds: float, max_bytes: int, max_module_bytes: int) -> Compiler:
     return Compiler(seconds, max_bytes, max_module_bytes)
 

@@ -176,6 +176,7 @@ acme_tiny_scheduler = package_fixture("acme_tiny_scheduler")
 acme_wrapping = package_fixture("acme_wrapping")
 hardpoint_ollama = package_fixture("hardpoint_ollama")
 hardpoint_vllm = package_fixture("hardpoint_vllm")
+hardpoint_wasm = package_fixture("hardpoint_wasm")
 hardpoint_xgrammar = package_fixture("hardpoint_xgrammar")
 
 

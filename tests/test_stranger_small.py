@@ -25,6 +25,7 @@ PACKAGES = {
     "acme_watermark": 0.1,
     "hardpoint_ollama": 0.1,
     "hardpoint_vllm": 0.05,
+    "hardpoint_wasm": 0.05,
     "hardpoint_xgrammar": 0.1,
 }
 """By package: the share of what conformance suites try otherwise."""

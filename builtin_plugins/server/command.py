@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,15 @@ import msgspec
 from hardpoint.plugins import Command, CommandContext, ConfigError, EngineConfig
 from hardpoint.plugins.commands import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator
+from hardpoint.toolkit.reloading import open_watcher
 from hardpoint.typed import convert
 
 from .config import ServerConfig
 
 if TYPE_CHECKING:
+    from hardpoint.plugins.component.manifest import Manifest
+    from hardpoint.toolkit.reloading import PluginWatcher, ReplacePlugins
+
     from .access.keys import Stores
     from .operations.addresses import BoundAddress
     from .operations.loop_watch import Outliving
@@ -63,6 +67,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="let each step take the time that `hardpoint calibrate` has measured, as with --model "
         "scripted; `calibrated` is calibrated.json",
     )
+    add("--reload-plugins", action="store_true", help="replace plugins whose files are saved")
     add("--on", choices=["ray"], help="let Ray Serve run application and engines")
     add(
         "--ray",
@@ -99,12 +104,18 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     config, sources = _config(options, *loaded)
     settings = config.table(ServerConfig)
     if options.on == "ray":
+        if options.reload_plugins:
+            raise ConfigError("--reload-plugins: expected a server without --on ray")
         return _serve_on_ray(options, context, config, sources)
     if options.ray:
         raise ConfigError("--ray: expected --on ray as well, for these are options of it")
     if context.quiet:
         settings = msgspec.structs.replace(settings, access_log="off")
         config = msgspec.structs.replace(config, server=settings)
+    if options.reload_plugins and settings.workers > 1:
+        raise ConfigError(
+            f"--reload-plugins: expected one worker (server.workers), got {settings.workers}"
+        )
     single = single_key(options.api_key)
     keys = stores_of(settings, single)
     check_tls(settings)
@@ -117,10 +128,13 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
             stack.enter_context(contextlib.closing(admin))
         if settings.workers > 1:
             return _run_workers(config, sources, context, users, admin, keys, single, manager)
+        watcher = open_watcher() if options.reload_plugins else None
+        if watcher is not None:
+            stack.callback(watcher.close)
         engine = context.open_async(config, sources, settings.restart)
         outliving = Outliving[int]()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            served = _serve(engine, context, users, admin, keys, outliving, manager)
+            served = _serve(engine, context, users, admin, keys, outliving, manager, watcher)
             return outliving.run(runner, served)
 
 
@@ -223,6 +237,7 @@ async def _serve(
     keys: Stores,
     outliving: Outliving[int],
     manager: ServiceManager,
+    watcher: PluginWatcher | None,
 ) -> int:
     from .access.keys import installed  # noqa: PLC0415
     from .assembly import assemble  # noqa: PLC0415 - as above
@@ -239,6 +254,8 @@ async def _serve(
             admin_authenticators=[] if keys.admin is None else [installed(keys.admin)],
         )
 
+        if watcher is not None:
+            watcher.start(lambda: engine.plugins.manifest, _replacing(engine))
         task: Any = asyncio.current_task()
 
         def begin() -> None:
@@ -248,7 +265,20 @@ async def _serve(
 
         return await Serving(applications, users, admin, manager).run(announce=begin)
     finally:
+        if watcher is not None:  # a change that it waits for needs the loop
+            await asyncio.to_thread(watcher.close)
         await engine.aclose()
+
+
+def _replacing(engine: AsyncGenerator) -> ReplacePlugins:
+    """Return the function with which another thread replaces plugins of an engine."""
+    loop = asyncio.get_running_loop()
+
+    def replace(uses: Mapping[str, str], origin: str) -> Manifest:
+        change = engine.plugins.change(replace=dict(uses), origin=origin)
+        return asyncio.run_coroutine_threadsafe(change, loop).result()
+
+    return replace
 
 
 def application(engine: AsyncGenerator, version: str, *, key: str | None = None) -> Any:

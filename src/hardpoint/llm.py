@@ -40,6 +40,7 @@ from .calls.pooling import (
     text_pairs,
     with_task,
 )
+from .calls.reloading import watching_plugins
 from .calls.streams import OutputStream
 from .calls.weights import WeightFiles, WeightUpdateGroup
 from .chat import Chat, Messages
@@ -97,7 +98,7 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
             print(llm.generate("The capital of France is")[0].outputs[0].text)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all have names and defaults
         self,
         model: str | None = None,
         *,
@@ -108,6 +109,7 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
         tokenizer: str | None = None,
         plugins: Sequence[object] = (),
         progress: bool | None = None,
+        reload_plugins: bool = False,
     ) -> None:
         """Load a model.
 
@@ -121,21 +123,19 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
                 if `plugins.enable` named them; components that other keys choose are offered under
                 their names.
             progress: show progress; None shows bars on a terminal and lines in a notebook.
+            reload_plugins: replace plugins when their files are saved, for development.
 
         Raises:
             ConfigError, PluginError, ModelError: before any weight is read, where that is possible.
         """
-        overrides = {
-            "model": model,
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "seed": seed,
-            "tokenizer.path": tokenizer,
-        }
+        overrides = {"model": model, "dtype": dtype, "seed": seed, "tokenizer.path": tokenizer}
+        overrides["max_model_len"] = max_model_len
         check_progress(progress)
         passed_plugins = handed_over(plugins, "LLM")
         resolved, config_sources = config_from(config, overrides, passed_plugins=passed_plugins)
-        self._open(resolved, config_sources, progress, passed_plugins)
+        with watching_plugins(enabled=reload_plugins) as watch:
+            self._open(resolved, config_sources, progress, passed_plugins)
+            watch(self.plugins)
 
     def _open(
         self,
@@ -472,6 +472,7 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
 
     def close(self) -> None:
         """Release model, cache and processes. Closing twice does nothing."""
+        self.plugins.end_watch()
         self._conversations.end_all("the engine was closed")
         self._engine.close()
         self._files.keep(())

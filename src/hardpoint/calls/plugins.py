@@ -23,6 +23,7 @@ from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.requests import takes_options
+from hardpoint.toolkit.reloading import PluginWatcher
 from hardpoint.typed import json_schema
 
 from .engines import Change
@@ -48,11 +49,25 @@ class PluginGroup(SyncCaller):
 
     def __init__(self, engine: LLMEngine, requests: SyncRequests) -> None:
         self._engine, self._requests = engine, requests
+        self._watcher: PluginWatcher | None = None
 
     @property
     def manifest(self) -> Manifest:
         """The enabled plugins."""
         return self._engine.parts.plugins.manifest
+
+    def watch(self, watcher: PluginWatcher) -> None:
+        """Replace plugins when a watcher reports that their files were saved."""
+        self._watcher = watcher
+        watcher.start(
+            lambda: self.manifest,
+            lambda uses, origin: self.change(replace=dict(uses), origin=origin),
+        )
+
+    def end_watch(self) -> None:
+        """Stop the watcher, if there is one."""
+        if self._watcher is not None:
+            self._watcher.close()
 
     def enable(self, *uses: Use, options: Options | None = None) -> Manifest:
         """Enable components while requests run; see `change`."""

@@ -53,6 +53,11 @@ def test_the_navigation_has_every_page(docs):
     assert docs.navigation_problems(nav, {*pages, *generated, "changelog.md"}) == []
 
 
+def test_the_style_sheets_of_the_site_exist():
+    project = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    assert [name for name in project["extra_css"] if not (ROOT / "docs" / name).exists()] == []
+
+
 def test_a_page_outside_the_navigation_and_an_entry_without_page_are_problems(docs, tree):
     (tree / "docs/guide.md").rename(tree / "docs/other.md")
     (tree / "docs/builtins/README.md").write_text("# Built-ins\n")

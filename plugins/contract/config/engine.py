@@ -65,28 +65,28 @@ class ParallelConfig(Strict):
     """How many workers share the model, and how they communicate.
 
     Attributes:
-        tensor: ranks that divide each layer among them.
-        pipeline: stages that the layers are divided into, each of `tensor` ranks.
-        expert: give each rank whole experts of a mixture of experts, instead of a part of each;
-            with `data`, spread them over the ranks of all engines.
+        tensor: number of tensor-parallel ranks.
+        pipeline: number of pipeline stages, each of `tensor` ranks.
+        expert: expert parallelism: each rank has whole experts of a mixture of experts, instead of
+            a shard of each; with `data`, over the ranks of all engines.
         communicator: moves tensors between ranks; "auto" is shared memory between the CPU
             ranks of one host, and torch.distributed elsewhere.
-        start_seconds: maximum time for the ranks to find each other.
-        data: engines, each in a process of its own, with the whole model, or with a part of its
-            experts (`expert`); requests are divided among them.
-        balancer: chooses the engine of each request.
-        join_address: where engines of other machines join, `tcp://HOST:PORT`; None if none do. With
-            `ray`, where its engines connect to; None is any port of this node.
-        join_address_file: file that the address is written to while engines may join, with the port
-            that the system chose if `join_address` has port 0.
-        local: engines in processes of this machine, with the lowest ranks; the others
-            join, or run on Ray. None is all of them, with `ray` none.
-        ray: run the engines that are not local on a Ray cluster; None is without.
-        keys: folder of the keys of engines that may join (`hardpoint keys`), needed where
-            `join_address` is not one of this machine alone.
-        join_seconds: maximum time to wait for each engine that is to join, or to run on Ray.
-        heartbeat_seconds: an engine that sends nothing for so long counts as dead; its process ends
-            after so long without a message of this program.
+        start_seconds: maximum time for the ranks to connect to each other.
+        data: number of data-parallel engines (replicas), each in a process of its own, with the
+            whole model, or with a part of its experts (`expert`).
+        balancer: load balancer, which selects the engine of each request.
+        join_address: `tcp://HOST:PORT` at which remote engines join; None has no remote engines.
+            With `ray`, the address that its engines connect to; None is any port of this node.
+        join_address_file: file that gets the address while engines may join, with the port that
+            the system chose if `join_address` has port 0.
+        local: number of engines on this machine, with the lowest ranks; the others are remote, or
+            run on Ray. None is all engines, with `ray` no engine.
+        ray: run the engines that are not local on a Ray cluster; None does not use Ray.
+        keys: folder of the keys of remote engines (`hardpoint keys`), required unless
+            `join_address` is a loopback address.
+        join_seconds: maximum time to wait for each remote engine, or engine on Ray.
+        heartbeat_seconds: silence after which an engine counts as dead, and after which a remote
+            engine process ends.
     """
 
     tensor: Annotated[int, Meta(ge=1, le=1024)] = 1

@@ -94,20 +94,21 @@ class SchedulerConfig(Strict):
     """The scheduler, its policy and its limits.
 
     Attributes:
+        use: scheduler, by entry-point name or FQCN `package.module:Class`.
+        policy: scheduling policy, by entry-point name or FQCN.
         max_num_seqs: maximum number of running requests; their block tables are allocated at start.
         max_num_batched_tokens: maximum number of tokens in a step.
-        chunked_prefill: compute a prompt over several steps where the budget requires it.
+        chunked_prefill: compute a prompt in several steps if the token budget requires it.
         long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 is no limit.
         max_waiting: maximum number of waiting requests; further ones are rejected as "overloaded".
             None is no limit.
         max_waiting_tokens: maximum tokens of waiting prompts and of uncomputed tokens of running
             requests; a further prompt is rejected as "overloaded" until there is room for it,
             unless none waits. None is no limit.
-        asynchronous: plan and send a step while the one before it is computed, which needs an
-            executor that takes two at once. "auto": on CUDA with one rank in "uniproc".
-        step_milliseconds: time that prompts may extend a step to while other requests generate, so
-            that their tokens keep coming; the time of a step is measured. 0 is no limit; None is
-            150 in `AsyncLLM` and the server, 0 in `LLM`.
+        asynchronous: plan the next step while the device computes one; needs an executor with two
+            steps in flight. "auto": on CUDA with one rank in "uniproc".
+        step_milliseconds: maximum predicted time of a step with prompts while other requests
+            generate. 0 is no limit; None is 150 in `AsyncLLM` and the server, 0 in `LLM`.
     """
 
     use: Reference = "default"
@@ -172,15 +173,14 @@ class KVConnectorConfig(Strict):
 
     Attributes:
         use: the connector; None is "stores" if there are `stores`, and none otherwise.
-        stores: where the connector "stores", or a wrapper of it, keeps blocks, nearest first.
-            `{ use = "disk", name = "ssd" }` gives a store another name, and options of its own in
-            `[plugin.ssd]`.
-        on_load_failure: handling of a request with blocks that could not be loaded: they are
-            computed, or it ends with an error.
+        stores: KV stores of the connector "stores", nearest first. `{ use = "disk", name = "ssd" }`
+            renames a store, with options in `[plugin.ssd]`.
+        on_load_failure: "recompute" computes blocks that could not be loaded; "error" ends the
+            request with an error.
         load_seconds: maximum time of a lookup, and of a load.
         lease_seconds: maximum time that blocks are kept for another engine.
-        engine_id: name of this engine among others that exchange blocks; without one, it offers
-            none. Of several (`parallel.data`), all but the first have `-RANK` appended.
+        engine_id: name of this engine for other engines that exchange blocks; None offers no
+            blocks. Replicas (`parallel.data`) append `-RANK`, except the first.
     """
 
     use: Reference | None = None
@@ -256,15 +256,15 @@ class EngineProcessConfig(Strict):
         stream_interval: new tokens per output of a streamed request; its first and last output
             do not wait.
         restart: "on_failure" replaces an engine process that died.
-        max_restarts_per_minute: limit for this.
-        resume: whether requests of a dead engine go on at another one: "exact" where that gives the
-            same tokens, "any" also where it differs, as in its weights; "off" ends them.
-        max_resumes: how often a request goes on so.
-        journal: file that gets all that comes to the engine from outside, for `hardpoint replay`;
-            None is no journal. It has prompts, outputs and options of plugins.
-        journal_bytes: largest size of that file.
-        journal_ring: keep the last part of a journal in memory instead, and write it when a step
-            has failed, or the engine ends.
+        max_restarts_per_minute: maximum number of restarts per minute.
+        resume: migrate requests of a dead engine: "exact" only with equal tokens, "any" also to an
+            engine that differs, for example in its weights; "off" ends them.
+        max_resumes: maximum number of migrations of a request.
+        journal: file that records the inputs of the engine for `hardpoint replay`, with prompts,
+            outputs and options of plugins; None records nothing.
+        journal_bytes: maximum size of that file.
+        journal_ring: keep the end of the journal in memory, and write it when a step fails or the
+            engine ends.
     """
 
     in_process: bool = True
@@ -293,12 +293,11 @@ class ExecutorConfig(Strict):
     """The executor, which runs the workers.
 
     Attributes:
-        threads: CPU threads of each worker; "auto" is the number of cores that the
-            process may use by its affinity and control groups, at most what OMP_NUM_THREADS or
-            `torch.set_num_threads` set. It is fewer where that is measured to be faster at start,
-            and while other programs keep some of the CPUs busy.
-        enforce_eager: run the model's Python in every step, also in small steps that
-            could repeat recorded operations.
+        use: executor, by entry-point name or FQCN.
+        threads: CPU threads of each worker. "auto" is the number of cores in the affinity and
+            control group of the process, limited by OMP_NUM_THREADS and `torch.set_num_threads`;
+            fewer if they are faster at start, or if other programs use the CPUs.
+        enforce_eager: do not record and repeat steps, such as CUDA graphs.
     """
 
     use: Reference = "uniproc"
@@ -310,6 +309,7 @@ class SamplerConfig(Strict):
     """The sampler, which chooses tokens from processed logits.
 
     Attributes:
+        use: sampler, by entry-point name or FQCN.
         logprobs: compute log-probabilities from the model's logits ("raw") or from the
             sampler's inputs ("processed").
     """
@@ -322,12 +322,12 @@ class SpeculationConfig(Strict):
     """Speculation: drafts of tokens that the next step verifies. They change no output.
 
     Attributes:
-        use: speculators, which draft; none by default. The first is the default of requests without
-            `SamplingParams.speculator`. `{ use = "ngram", name = "long" }` gives one
-            another name, and options of its own in `[plugin.long]`.
-        num_draft_tokens: drafts of a request and a step, at most.
-        adaptive: whether the number is reduced if more drafts would not pay, by acceptance rate
-            and step time.
+        use: speculators; none by default. The first is the default of requests without
+            `SamplingParams.speculator`. `{ use = "ngram", name = "long" }` renames one, with
+            options in `[plugin.long]`.
+        num_draft_tokens: maximum number of drafts per request and step.
+        adaptive: reduce the number of drafts if more would not save time, by acceptance rate and
+            step time.
     """
 
     use: list[Reference | PluginUse] = []
@@ -344,17 +344,16 @@ class AdaptersConfig(Strict):
     """Low-rank adapters of linear layers (LoRA), which requests name.
 
     Attributes:
-        max_loras: different adapters that run at once, for which each worker allocates room in the
-            memory of its device; 0, the default: requests cannot have adapters.
-        max_lora_rank: largest rank of an adapter's matrices.
-        max_cpu_loras: adapters that each worker keeps in CPU memory; others are read again when
-            a request needs them. None is `max_loras`.
-        paths: folders of adapters that are loaded at start, as PEFT writes them, by name; paths
-            that are relative or begin with "~" become absolute when the configuration is made.
-        resolvers: find the adapter of a request by its name if no adapter of this name is
-            loaded, asked in order; none by default. `{ use = "folder", name = "shared" }` gives one
-            another name, and options of its own in `[plugin.shared]`.
-        resolve_seconds: maximum time of a resolver for a name.
+        max_loras: maximum number of adapters in a batch, allocated on the device at start; 0, the
+            default, disables LoRA.
+        max_lora_rank: maximum rank of an adapter.
+        max_cpu_loras: number of adapters that each worker keeps in CPU memory; others are read
+            again when a request needs them. None is `max_loras`.
+        paths: PEFT directories of adapters that are loaded at start, by name. Relative paths and
+            "~" are resolved when the configuration is made.
+        resolvers: adapter resolvers for names that are not loaded, in order; none by default.
+            `{ use = "folder", name = "shared" }` renames one, with options in `[plugin.shared]`.
+        resolve_seconds: time limit of a resolver for a name.
     """
 
     max_loras: Annotated[int, Meta(ge=0, le=1024)] = 0

@@ -20,7 +20,6 @@ from typing import Any
 MAX_MODEL_LEN = 2048
 LIMITS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "dtype": "bfloat16"}
 _REQUEST_S = 3600.0
-_PATIENCE_S = 60
 Options = dict[str, Any]
 Tokens = list[list[int]]
 
@@ -119,14 +118,6 @@ class Hardpoint(Backend):
         """Read the scheduler's statistics."""
         stats = self._llm.engines.scheduler_stats()
         return stats.num_drafts, stats.num_accepted_drafts
-
-    async def stream(self, ids: list[int], tokens: int) -> AsyncIterator[int]:
-        """Yield from `LLM.stream`, which blocks the event loop: one stream."""
-        from hardpoint import SamplingParams
-
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        for output in self._llm.stream(ids, params):
-            yield len(output.outputs[0].token_ids)
 
 
 class HardpointAsync(Backend):
@@ -229,38 +220,6 @@ class Transformers(Backend):
                 pad_token_id=0,
             )
         assert result.shape[1] == longest + limit
-
-
-class ContinuousTransformers(Transformers):
-    """`generate_batch` of transformers, its own continuous batching; equal output lengths."""
-
-    settings = "bf16, continuous batching"
-    _manager: Any = None  # runs on between batches, so that its start is not counted
-
-    def generate(self, batch: Batch) -> None:
-        """Generate for all prompts."""
-        from transformers import GenerationConfig
-
-        count = batch.outputs[0]
-        if self._manager is None:
-            limits = {"max_new_tokens": MAX_MODEL_LEN, "min_new_tokens": MAX_MODEL_LEN}
-            config = GenerationConfig(do_sample=False, pad_token_id=0, **limits)
-            self._manager = self._model.init_continuous_batching(generation_config=config)
-            self._manager.start()
-        names = {self._manager.add_request(ids, max_new_tokens=count) for ids in batch.prompts}
-        while names:
-            result = self._manager.get_result(timeout=_PATIENCE_S)
-            if result is None:
-                raise RuntimeError(f"generate_batch: no result within {_PATIENCE_S} s")
-            if result.is_finished():
-                if result.error is not None:
-                    raise RuntimeError(f"generate_batch: {result.error}")
-                names.discard(result.request_id)
-
-    def close(self) -> None:
-        """Stop the manager's thread."""
-        if self._manager is not None:
-            self._manager.stop(block=True)
 
 
 class Vllm(Backend):
@@ -457,6 +416,5 @@ ENGINES: dict[str, Callable[[Path, Options], Backend]] = {
     "vllm": Vllm,
     "vllm-async": VllmAsync,
     "transformers": Transformers,
-    "transformers-continuous": ContinuousTransformers,
     "llama-cpp-python": LlamaCpp,
 }

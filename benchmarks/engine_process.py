@@ -3,7 +3,7 @@
     python engine_process.py NAME FOLDER OPTIONS
 
 It opens an engine of `backends.ENGINES` with the options (JSON), prints its version and settings,
-then answers each line of standard input: a `Batch`, a `ClosedLoop` or a `LongPrompt`.
+then answers each line of standard input: a `Batch`, or a `ClosedLoop` if the engine streams.
 """
 
 from __future__ import annotations
@@ -35,18 +35,6 @@ class ClosedLoop:
     prompt: int  # tokens of each request
     output: int
     seed: str  # of the prompts
-    seconds: float = 1e9  # limit of a request, from its first output
-
-
-@dataclass(frozen=True)
-class LongPrompt:
-    """Streams, and a long prompt that comes later."""
-
-    streams: int
-    output: int  # tokens of each stream, whose prompts have 16
-    long: int  # tokens of the long prompt, which gets 4 tokens
-    after: float  # seconds after which the long prompt comes
-    seed: str  # of the prompts
 
 
 @dataclass
@@ -57,7 +45,6 @@ class Times:
     tokens: int = 0
     first: list[float] = field(default_factory=list)  # seconds to the first token, per request
     gaps: list[float] = field(default_factory=list)  # seconds between two outputs of a request
-    speed: float = 0.0  # tokens per second of one stream, from its first token on
     cpu: float = 0.0  # seconds of CPU of the frontend's process
 
 
@@ -88,7 +75,12 @@ async def run_loop(engine: Backend, load: ClosedLoop) -> Times:
     async def stream(index: int) -> None:
         rng = random.Random(f"{load.seed}, {index}")
         for _ in range(load.requests):
-            await _read(engine, random_ids(rng, load.prompt, VALID), load, times)
+            last, gaps = time.perf_counter(), times.first
+            async for count in engine.stream(random_ids(rng, load.prompt, VALID), load.output):
+                now = time.perf_counter()
+                gaps.append(now - last)
+                times.tokens += count
+                last, gaps = now, times.gaps
 
     start, cpu = time.perf_counter(), engine.cpu_seconds()
     await asyncio.gather(*(stream(index) for index in range(load.streams)))
@@ -96,78 +88,21 @@ async def run_loop(engine: Backend, load: ClosedLoop) -> Times:
     return times
 
 
-async def _read(engine: Backend, ids: list[int], load: ClosedLoop, times: Times) -> None:
-    """Read one request's outputs to their end, or for the load's seconds."""
-    last, first, later = time.perf_counter(), 0.0, 0
-    outputs: Any = engine.stream(ids, load.output)
-    async for count in outputs:
-        now = time.perf_counter()
-        times.tokens += count
-        (times.gaps if first else times.first).append(now - last)
-        later += count if first else 0
-        first, last = first or now, now
-        if now - first > load.seconds:
-            break
-    await outputs.aclose()
-    times.speed = later / (last - first) if later else 0.0
-
-
-async def run_long_prompt(engine: Backend, load: LongPrompt) -> dict[str, Any]:
-    """Return times in seconds: `sent` and `first` of the long prompt, `gaps` of the first stream.
-
-    Each of `gaps` is the time of an output, and the seconds since the one before.
-    """
-    rng, gaps = random.Random(load.seed), list[tuple[float, float]]()
-    times: dict[str, Any] = {"gaps": gaps}
-    start = time.perf_counter()
-
-    async def read(ids: list[int], gaps: list[tuple[float, float]]) -> None:
-        last = None
-        async for _ in engine.stream(ids, load.output):
-            now = time.perf_counter() - start
-            if last is not None:
-                gaps.append((now, now - last))
-            last = now
-
-    async def send(ids: list[int]) -> None:
-        await asyncio.sleep(load.after)
-        times["sent"] = time.perf_counter() - start
-        async for _ in engine.stream(ids, 4):
-            times.setdefault("first", time.perf_counter() - start)
-
-    readers = [
-        read(random_ids(rng, 16, VALID), gaps if index == 0 else [])
-        for index in range(load.streams)
-    ]
-    await asyncio.gather(*readers, send(random_ids(rng, load.long, VALID)))
-    return times
-
-
-async def run_streams(engine: Backend, question: dict[str, Any]) -> dict[str, Any]:
-    """Run the streams of a question."""
-    if "after" in question:
-        return await run_long_prompt(engine, LongPrompt(**question))
-    return dataclasses.asdict(await run_loop(engine, ClosedLoop(**question)))
-
-
 async def serve_streams(engine: Backend) -> None:
     """Answer questions on the event loop of an asynchronous engine."""
     await run_loop(engine, ClosedLoop(1, 1, 16, 4, "first"))
     print_ready(engine)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        print_answer(await run_streams(engine, json.loads(line)))
+        times = await run_loop(engine, ClosedLoop(**json.loads(line)))
+        print_answer(dataclasses.asdict(times))
 
 
 def serve(engine: Backend) -> None:
-    """Answer questions of batches and, with an event loop for each, of streams."""
+    """Answer questions of batches."""
     run_batch(engine, Batch([[5] * 16, [6] * 16], [4, 4]))
     print_ready(engine)
     for line in sys.stdin:
-        question = json.loads(line)
-        if "prompts" in question:
-            print_answer(run_batch(engine, Batch(**question)))
-        else:
-            print_answer(asyncio.run(run_streams(engine, question)))
+        print_answer(run_batch(engine, Batch(**json.loads(line))))
 
 
 def print_ready(engine: Backend) -> None:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from backends import Batch
-from engine_process import MARK, ClosedLoop, LongPrompt
+from engine_process import MARK, ClosedLoop
 
 PROGRAM = str(Path(__file__).with_name("engine_process.py"))
 _REST_S = 2.0  # workers of vLLM spin for 1 s after a request
-Question = Batch | ClosedLoop | LongPrompt
+Question = Batch | ClosedLoop
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Hit rates of eviction policies on three synthetic workloads, in the engine's KV cache.
 
     PYTHONPATH=examples/acme_caching/src python benchmarks/eviction.py
-    PYTHONPATH=examples/acme_caching/src python benchmarks/eviction.py --requests 8000 --seed 2
 
 No model runs: requests are admitted to the block manager and freed, one after the other. A hit rate
 is the share of prompt tokens that were found. "no limit" is a cache that holds everything.

@@ -1,16 +1,13 @@
 """Measure savings of KV stores: the time to the first token of a long prompt, computed and loaded.
 
     python benchmarks/kv_connectors.py [--tokens 4000] [--rounds 3]
-    python benchmarks/kv_connectors.py --tokens 500 --rounds 1 --streams 4   # whether it runs
+    python benchmarks/kv_connectors.py --tokens 500 --rounds 1   # whether it runs
 
 All variants in turns in one run, each in an engine of its own with the same settings: computed
 (no connector), then each store, warm, that is after the same prompt was computed once and the
 engine's own cache was reset; disk also cold, after the system dropped the pages of its files. Next
 to each: the bytes that were loaded, and how long that took: the difference to the same prompt in
 the engine's own cache.
-
-A second table shows what saving costs others: output tokens per second of 16 streams that all store
-their blocks, next to the same streams without a connector, in turns.
 
 Stores whose server is not installed are left out, which is reported.
 """
@@ -32,8 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import Peer, opened, take_turns
-from loads import VALID, Load, random_ids
+from loads import VALID, random_ids
 from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
@@ -70,7 +66,6 @@ def stored(store: str, *, engine: str | None = None, **options: Any) -> dict[str
 
 def setups(folder: Path, stack: contextlib.ExitStack) -> Iterator[Setup]:
     """Yield the stores that can run here."""
-    folder.mkdir(parents=True, mode=0o700)
     yield Setup("memory", stored("memory", size_bytes=SIZE))
     path = folder / "disk"
     disk = stored("disk", path=str(path), size_bytes=SIZE)
@@ -204,47 +199,19 @@ def wait_until_stored(llm: LLM) -> None:
         time.sleep(0.3)
 
 
-def saving(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Show and return the tokens per second of streams while all blocks are stored."""
-    configs: dict[str, dict[str, Any]] = {
-        "no connector": {},
-        "memory": stored("memory", size_bytes=SIZE),
-        "disk": stored("disk", path=str(folder / "saving"), size_bytes=SIZE),
-    }
-    peers = {
-        name: Peer(options={"model": "smollm2", "config": SETTINGS | config})
-        for name, config in configs.items()
-        if not config or name in options.stores
-    }
-    load = Load(options.streams, (256, 256), (128, 128))
-    with opened(peers, folder) as engines:
-        answers = take_turns(engines, load.rounds("saving", options.rounds))
-    rates = {
-        name: load.generated / statistics.median(answer["seconds"] for answer in listed)
-        for name, listed in answers.items()
-    }
-    rows = [
-        [name, f"{rate:.0f}", f"{rate / rates['no connector']:.1%}"] for name, rate in rates.items()
-    ]
-    show_table(f"{load}, all stored", ("", "tokens/s", "of no connector"), rows)
-    return rates
-
-
 def main() -> None:
-    """Print the tables."""
+    """Print the table."""
     options = options_of(
         __doc__,
         rounds=3,
         tokens=(4000, "of the prompt"),
         stores=(["memory", "disk", "redis", "p2p"], "that are measured"),
-        streams=(16, "with stored blocks"),
     )
     print(f"{os.cpu_count()} CPUs, {THREADS} threads load")
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        known = setups(folder / "stores", stack)
+        known = setups(Path(name), stack)
         listed = [setup for setup in known if setup.name.split(",")[0] in options.stores]
-        results = {"first token": first_tokens(listed, options), "saving": saving(folder, options)}
+        results = first_tokens(listed, options)
     save(options.json, results)
 
 

@@ -1,7 +1,6 @@
 """Measures how much of the engine's own time planning ahead hides behind the device, in one run.
 
     python benchmarks/planning_ahead.py [--running 1 64 256] [--rounds 5] [--json result.json]
-    python benchmarks/planning_ahead.py --model smollm2.gguf --running 32
 
 The model runs on a stand-in for an asynchronous device (`hardpoint.testing.timing`). A step takes a
 stated time there. The host launches work there, and waits for tokens. What a step takes beyond
@@ -10,9 +9,6 @@ tokens. Printed is this host time per step of one token per request, without
 `scheduler.asynchronous` and with it, and the share that is hidden: 1 - (ahead - device) / (plain -
 device). Both engines take turns. Of the rounds the shortest counts, less the shortest with few
 tokens, so that adding requests is no part of it.
-
-With `--model` a real model is measured instead, which computes on the cores that the engine needs:
-tokens per second of both.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engines import Peer, opened, take_turns
+from engines import opened, take_turns
 from instruments import DEVICE_SECONDS, MAX_SEQS, ON_DEVICE
 from loads import BYTES, Load
 from options import options_of, save, show_table
@@ -56,16 +52,9 @@ def measure(name: str, count: int, options: argparse.Namespace) -> dict[str, flo
     lengths = _FEW_TOKENS, _FEW_TOKENS + options.tokens
     best: dict[str, list[float]] = {mode: [] for mode in variants}
     with tempfile.TemporaryDirectory() as folder:
-        if options.model:
-            common = {"model": options.model, "dtype": "auto"}
-            peers = {
-                mode: Peer(options={**common, "config": {"device": "cpu", **config}})
-                for mode, config in variants.items()
-            }
-        else:
-            cache = {"num_blocks": 128 + (count + 1) * (lengths[1] // 16 + 2)}
-            configs = {m: {**ON_DEVICE, **c, "kv_cache": cache} for m, c in variants.items()}
-            peers = scripted(Path(folder), configs)
+        cache = {"num_blocks": 128 + (count + 1) * (lengths[1] // 16 + 2)}
+        configs = {m: {**ON_DEVICE, **c, "kv_cache": cache} for m, c in variants.items()}
+        peers = scripted(Path(folder), configs)
         with opened(peers, Path(folder)) as engines:
             for length in lengths:
                 load = Load(count, (2, 2), (length, length), vocabulary=BYTES)
@@ -75,7 +64,7 @@ def measure(name: str, count: int, options: argparse.Namespace) -> dict[str, flo
     milliseconds = {
         mode: (long - few) * 1000 / options.tokens for mode, (few, long) in best.items()
     }
-    return milliseconds if options.model else milliseconds | {"device": device_ms}
+    return milliseconds | {"device": device_ms}
 
 
 def main() -> None:
@@ -87,32 +76,19 @@ def main() -> None:
         device_ms=(float, "of each step; by default by size"),
         engines=ENGINES,
         tokens=(48, "output tokens per request"),
-        model=(str, "a real one, instead of a device of a stated time"),
     )
     report: dict[str, dict[str, dict[str, float]]] = {}
-    times, rates = [], []
+    times = []
     for name in options.engines:
         report[name] = {}
         for count in options.running:
             milliseconds = report[name][str(count)] = measure(name, count, options)
-            plain, ahead, device = (
-                milliseconds["plain"],
-                milliseconds["ahead"],
-                milliseconds.get("device", 0.0),
-            )
+            plain, ahead, device = (milliseconds[key] for key in ("plain", "ahead", "device"))
             cells = (device, plain, ahead, plain - device, ahead - device)
             hidden = 1 - (ahead - device) / (plain - device)
             times.append([name, count, *(f"{time:.2f}" for time in cells), f"{hidden:.0%}"])
-            speeds = count * 1000 / plain, count * 1000 / ahead
-            rates.append(
-                [name, count, *(f"{speed:.0f}" for speed in speeds), f"{plain / ahead:.2f}"]
-            )
-    if options.model:
-        heads = "engine", "requests", "plain", "ahead", "ahead / plain"
-        show_table("Tokens per second", heads, rates)
-    else:
-        steps = "device", "step", "step ahead", "host", "host ahead", "hidden"
-        show_table("Milliseconds per step", ("engine", "requests", *steps), times)
+    steps = "device", "step", "step ahead", "host", "host ahead", "hidden"
+    show_table("Milliseconds per step", ("engine", "requests", *steps), times)
     save(options.json, report)
 
 

@@ -18,32 +18,6 @@ from loads import BYTES, Load
 from options import show_table
 
 RANK = 8
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": (
-        "LlamaForCausalLM",
-        {
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "gpt_neox": (
-        "GPTNeoXForCausalLM",
-        {
-            "vocab_size": 50304,
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-        },
-    ),
-    "opt": ("OPTForCausalLM", {}),
-}
-"""Architectures and configurations: those of SmolLM2-135M, Pythia-160M and OPT-125M."""
 RANKS = {
     "uniproc": (1, 1),
     "tensor 2": (2, 1),
@@ -182,32 +156,6 @@ def write_adapters(checkpoint: Path, folder: Path, count: int) -> list[str]:
     return [str(folder / str(number)) for number in range(count)]
 
 
-def transformers(options: argparse.Namespace) -> Iterator[Scenario]:
-    """Yield a model of each family, through transformers and by transformers."""
-    import torch
-    import transformers as library
-
-    for family in options.families:
-        architecture, sizes = FAMILIES[family]
-        torch.manual_seed(0)
-        kind = getattr(library, architecture)
-        config = kind.config_class(**sizes, max_position_embeddings=2048)
-        model = kind._from_config(config, dtype=torch.bfloat16)
-        uses = {"through transformers": "transformers"}
-        if family == "llama":
-            uses["native"] = "auto"
-        common = {"tokenizer": {"use": "none"}, "weight_cache": {"path": "off"}}
-        peers = {
-            name: Peer(options={"config": {**common, "models": {"use": use}}})
-            for name, use in uses.items()
-        }
-        peers["generate"] = Peer("transformers")
-        peers["generate_batch"] = Peer("transformers-continuous")
-        with tempfile.TemporaryDirectory() as name:
-            model.save_pretrained(Path(name, "checkpoint"))
-            yield Scenario(family, Path(name), peers, batches(options, 64))
-
-
 def executors(options: argparse.Namespace) -> Iterator[Scenario]:
     """Yield the scripted model and a random Llama, each with several numbers of ranks."""
     configs: dict[str, dict[str, Any]] = {}
@@ -299,7 +247,6 @@ def replicas(options: argparse.Namespace) -> Iterator[Scenario]:
 SCENARIOS: dict[str, Callable[[argparse.Namespace], Iterator[Scenario]]] = {
     "processes": processes,
     "adapters": adapters,
-    "transformers": transformers,
     "executors": executors,
     "replicas": replicas,
 }

@@ -8,9 +8,8 @@ No model runs. A step is `schedule`, then `update` with a token per request; bot
 code between them is not. All requests decode, with prompts of 64 to 79 tokens, so that in each step
 one in sixteen needs a block and fills one. Prefix caching is on, statistics are off.
 
-* decodes: a step of N running requests, then the same with 100 000 waiting requests, which are not
-  admitted since `max_num_seqs` are running.
-* memory: bytes of metadata of a cached block that no request holds.
+Measured are steps of N running requests, then the same with 100 000 waiting requests, which are not
+admitted because `max_num_seqs` are running.
 
 The engines take turns step by step, in one process. Printed are medians of processor time, which on
 an idle machine is wall time; reading that clock adds about half a microsecond to each call.
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -29,7 +27,6 @@ import statistics
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,13 +38,10 @@ from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.policy import PolicySlot
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import (
-    CachedPrefix,
     EngineConfig,
     EngineCoreRequest,
     EvictionContext,
     ModelRunnerOutput,
-    Request,
-    RequestStatus,
     SamplingParams,
     SchedulerContext,
 )
@@ -62,7 +56,6 @@ SIZES = [1, 32, 256, 1024, 4096]
 WAITING = 100_000
 WARM_UP = 5
 MIN_TOKENS = 2_000  # steps of few requests are repeated until so many tokens were sampled
-MEMORY_BLOCKS = 20_000
 PARTS = ("schedule", "update", "step")
 
 MODEL = {
@@ -164,22 +157,6 @@ def endless_request(request_id: str, tokens: list[int]) -> EngineCoreRequest:
     return EngineCoreRequest(request_id=request_id, prompt_token_ids=tokens, params=params)
 
 
-class HardpointCache:
-    """The KV cache manager alone."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Create an empty cache."""
-        self._cache = BlockManager(num_blocks, block_size)
-        self._numbers = itertools.count()
-
-    def fill(self, tokens: list[int]) -> None:
-        """Allocate and free the blocks of a request with this prompt."""
-        request = Request(endless_request(f"request-{next(self._numbers)}", tokens))
-        assert self._cache.admit(request, CachedPrefix(), len(tokens))
-        request.status = RequestStatus.FINISHED
-        self._cache.free(request)
-
-
 class Vllm:
     """vLLM's scheduler with the same requests."""
 
@@ -188,8 +165,8 @@ class Vllm:
         from vllm.v1.outputs import ModelRunnerOutput as VllmOutput
 
         self._output = VllmOutput
-        self._request = vllm_requests(BLOCK_SIZE)
-        self._scheduler = vllm_scheduler(running, num_blocks, BLOCK_SIZE)
+        self._request = vllm_requests()
+        self._scheduler = vllm_scheduler(running, num_blocks)
         for request_id, tokens in running_prompts(running):
             self._scheduler.add_request(self._request(request_id, tokens))
         decoding = 0
@@ -223,22 +200,7 @@ class Vllm:
         return timed(lambda: self._scheduler.update_from_output(plan, result))[0]
 
 
-class VllmCache:
-    """vLLM's KV cache manager, as its scheduler builds it."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Create an empty cache."""
-        self._request = vllm_requests(block_size)
-        self._cache = vllm_scheduler(1, num_blocks, block_size).kv_cache_manager
-
-    def fill(self, tokens: list[int]) -> None:
-        """Allocate and free the blocks of a request with this prompt."""
-        request = self._request("first", tokens)
-        assert self._cache.allocate_slots(request, len(tokens)) is not None
-        self._cache.free(request)
-
-
-def vllm_requests(block_size: int) -> Callable[[str, list[int]], Any]:
+def vllm_requests() -> Callable[[str, list[int]], Any]:
     """Return a factory of vLLM's requests, with sha256 block hashes, its default."""
     from vllm import SamplingParams as VllmParams
     from vllm.utils.hashing import sha256
@@ -246,14 +208,14 @@ def vllm_requests(block_size: int) -> Callable[[str, list[int]], Any]:
     from vllm.v1.request import Request as VllmRequest
 
     init_none_hash(sha256)
-    hasher = get_request_block_hasher(block_size, sha256)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
     params = VllmParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True)
     return lambda request_id, tokens: VllmRequest(
         request_id, tokens, params, None, block_hasher=hasher
     )
 
 
-def vllm_scheduler(max_num_seqs: int, num_blocks: int, block_size: int) -> Any:
+def vllm_scheduler(max_num_seqs: int, num_blocks: int) -> Any:
     """Return vLLM's scheduler for a small model with one group of attention layers."""
     import torch
     from vllm.config import CacheConfig, ModelConfig, VllmConfig
@@ -278,11 +240,11 @@ def vllm_scheduler(max_num_seqs: int, num_blocks: int, block_size: int) -> Any:
                 is_encoder_decoder=False,
                 async_scheduling=False,
             ),
-            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+            cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
         )
     config.cache_config.num_gpu_blocks = num_blocks
     attention = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
     return VllmScheduler(
         vllm_config=config,
@@ -292,7 +254,7 @@ def vllm_scheduler(max_num_seqs: int, num_blocks: int, block_size: int) -> Any:
             kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
         ),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=block_size,
+        block_size=BLOCK_SIZE,
     )
 
 
@@ -333,20 +295,6 @@ def measure_decodes(
     return results
 
 
-def measure_memory(make: Callable[[int, int], Any]) -> float:
-    """Return the bytes of a cached block's metadata, its entry in the pool included."""
-    make(2, BLOCK_SIZE)  # imports modules on first use
-    gc.collect()
-    tracemalloc.start()
-    cache = make(MEMORY_BLOCKS + 1, BLOCK_SIZE)
-    for index in range(2):
-        cache.fill(prompt(index, MEMORY_BLOCKS // 2 * BLOCK_SIZE))
-    gc.collect()
-    size = tracemalloc.get_traced_memory()[0] / MEMORY_BLOCKS
-    tracemalloc.stop()
-    return size
-
-
 def main() -> None:
     """Parse arguments and run."""
     options = options_of(
@@ -359,14 +307,12 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.disable(logging.WARNING)
     schedulers: dict[str, Any] = {"hardpoint": Hardpoint}
-    caches: dict[str, Callable[[int, int], Any]] = {"hardpoint": HardpointCache}
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed: its scheduler is not measured", file=sys.stderr)
     else:
-        schedulers["vllm"], caches["vllm"] = Vllm, VllmCache
+        schedulers["vllm"] = Vllm
     waiting = 0 if options.no_waiting else WAITING
     decodes = measure_decodes(schedulers, options.sizes, options.steps, waiting)
-    memory = {name: measure_memory(make) for name, make in caches.items()}
     heads = [f"{name} {part}" for name in schedulers for part in PARTS]
     rows = []
     for result in decodes:
@@ -377,10 +323,8 @@ def main() -> None:
     heads += ["ratio"] * (len(schedulers) - 1)
     title = "microseconds per step (ratio: vLLM / Hardpoint)"
     show_table(title, ("decodes / waiting", *heads), rows)
-    for name, size in memory.items():
-        print(f"{name}: {size:.0f} bytes per cached block of {BLOCK_SIZE} tokens")
     about = {"steps": options.steps, "cpus": os.cpu_count()}
-    save(options.json, {**about, "decodes": decodes, "bytes_per_cached_block": memory})
+    save(options.json, {**about, "decodes": decodes})
 
 
 if __name__ == "__main__":

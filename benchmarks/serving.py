@@ -3,8 +3,7 @@
     python benchmarks/serving.py [--python vllm=/opt/vllm/bin/python]
     python benchmarks/serving.py --server --peers
     python benchmarks/serving.py --streams 1 16 --requests 4 --rounds 3 --json result.json
-    python benchmarks/serving.py --streams 16 64 --steps 0 50 100 200 --plot steps.svg
-    python benchmarks/serving.py --busy 0 1 2 --rounds 5
+    python benchmarks/serving.py --streams 16 64 --steps 0 150
     python benchmarks/serving.py --streams 1 --requests 1 --rounds 1 --peers    # whether it runs
 
 Each stream sends a request of 128 tokens, reads the 64 tokens of its answer one by one, with text,
@@ -12,33 +11,23 @@ and sends the next request. All engines stay up and take turns, round by round. 
 tokens per second, p50 and p99 of the time to the first token and of the time between two outputs,
 and the greatest of these, in milliseconds: medians of the rounds, and ratios to Hardpoint's
 AsyncLLM; and microseconds of CPU per output token of the process of the frontend: the one with the
-AsyncLLM and its callers, or that of the server. `--server` runs `hardpoint serve`, too, whose
-clients are in another process: what it uses in addition to AsyncLLM is what HTTP costs. A second
-load, of 8 tokens out, shows how much of that is once per request.
+AsyncLLM and its callers, or that of the server.
 
-`--steps` runs an AsyncLLM per value of `scheduler.step_milliseconds`, and `--plot` draws the time
-between the tokens of one of eight streams while a prompt of 1900 tokens is computed.
-
-`--busy` measures one stream next to busy processes instead, endless loops in Python: tokens per
-second, and the share of the undisturbed speed, also of an engine in the caller's process.
+`--server` also measures `hardpoint serve`, whose clients are in another process: the difference to
+AsyncLLM is the cost of HTTP. A second load, of 8 tokens out, shows its share per request.
+`--steps` runs an AsyncLLM per value of `scheduler.step_milliseconds`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from engine_process import ClosedLoop, LongPrompt
+from engine_process import ClosedLoop
 from engines import PEER_OPTIONS, Peer, choose, exported, opened
 from options import options_of, save, show_table
-from plots import draw_gaps
 
 STREAMS = {"hardpoint": Peer("hardpoint-async"), "vllm": Peer("vllm-async", module="vllm")}
 FIGURES = ("tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "ITL max", "CPU us/tok")
@@ -73,8 +62,6 @@ def percentile(ascending: list[float], share: float) -> float:
 def peers_of(options: argparse.Namespace, pythons: dict[str, str]) -> dict[str, Peer]:
     """Return the engines by name, Hardpoint's AsyncLLM with its defaults first."""
     peers = {name: STREAMS[name] for name in pythons}
-    if options.busy:
-        peers["hardpoint, in-process"] = Peer()
     for step in options.steps or ():
         config = {"scheduler": {"step_milliseconds": step}}
         peers[f"{step:g} ms"] = Peer("hardpoint-async", {"config": config})
@@ -87,9 +74,6 @@ def compare(options: argparse.Namespace, engines: dict[str, Any]) -> dict[str, d
     """Return the figures by number of streams and engine."""
     for engine in engines.values():  # what an engine does once, it does here
         engine.ask(ClosedLoop(1, 1, 128, 64, "warm-up"))
-    if options.plot:
-        question = LongPrompt(8, 160, 1900, 1.0, "plot")
-        options.plot.write_text(draw_gaps({n: e.ask(question) for n, e in engines.items()}))
     result = {}
     for streams in options.streams:
         measured: dict[str, list[Figures]] = {name: [] for name in engines}
@@ -131,47 +115,6 @@ def show(result: dict[str, dict[str, Figures]]) -> None:
             )
 
 
-@contextlib.contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Run busy processes during the body."""
-    program = [sys.executable, "-c", "while True: pass"]
-    processes = [subprocess.Popen(program) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def compare_busy(
-    options: argparse.Namespace, engines: dict[str, Any]
-) -> dict[str, dict[str, float]]:
-    """Return the median speed of a stream by engine and number of busy processes."""
-    speeds: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
-    for number in range(options.rounds):
-        for busy in options.busy:
-            load = ClosedLoop(1, 1, 32, 96, f"{busy}, {number}", 3.0)
-            with busy_processes(busy):
-                for name, engine in engines.items():
-                    speeds[name].setdefault(str(busy), []).append(engine.ask(load)["speed"])
-    return {
-        name: {busy: statistics.median(values) for busy, values in listed.items()}
-        for name, listed in speeds.items()
-    }
-
-
-def show_busy(result: dict[str, dict[str, float]], rounds: int) -> None:
-    """Print the table of a stream next to busy processes."""
-    counts = list(next(iter(result.values())))
-    rows = [
-        [name, *(f"{speed:.1f} ({speed / speeds[counts[0]]:.0%})" for speed in speeds.values())]
-        for name, speeds in result.items()
-    ]
-    title = f"one stream next to busy processes, tokens per second; medians of {rounds}"
-    show_table(title, ("engine", *(f"{count} busy" for count in counts)), rows)
-
-
 def main() -> None:
     """Parse arguments and run."""
     options = options_of(
@@ -180,23 +123,16 @@ def main() -> None:
         streams=[1, 4, 16, 64],
         requests=(3, "of each stream, per round"),
         steps=(list[float], "values of scheduler.step_milliseconds"),
-        plot=(Path, "an SVG of the time between tokens"),
         server=(False, "`hardpoint serve`, too"),
-        busy=(list[int], "numbers of busy processes"),
         **PEER_OPTIONS,
     )
     pythons = choose(options, tuple(STREAMS))
-    result: Any
     with (
         exported(options.folder) as folder,
         opened(peers_of(options, pythons), folder, pythons) as engines,
     ):
-        if options.busy:
-            result = compare_busy(options, engines)
-            show_busy(result, options.rounds)
-        else:
-            result = compare(options, engines)
-            show(result)
+        result = compare(options, engines)
+    show(result)
     save(options.json, result)
 
 

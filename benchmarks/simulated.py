@@ -2,18 +2,13 @@
 
     python benchmarks/simulated.py --runs 3 --json simulated.json
     python benchmarks/simulated.py --loads chat --policies fcfs fair --requests 20
-    hardpoint calibrate --output cost.json --set executor.threads=1
-    python benchmarks/simulated.py --cost cost.json --runs 1 --paced
 
 Each request is sent at its time to an AsyncLLM with an engine process, whether or not those before
 it have ended, and the same requests are simulated with the cost of a calibration. Each turn
-calibrates the model and then runs each policy once, for the speed of a machine may change by the
-minute; with --cost, a file is used instead. The spread is that of the runs, (greatest - smallest) /
-median; the error is that of the median of the simulations against the median of the runs. The load
-of the machine is printed, for neighbours make steps slower than when they were calibrated.
-
-With --paced, the real engine runs the scripted model with the pace of the cost, which neighbours on
-the machine hardly change: what is left is the error of scheduling, messages and clocks.
+calibrates the model and then runs each policy once, because the speed of a machine may change. The
+spread is that of the runs, (greatest - smallest) / median; the error is that of the median of the
+simulations against the median of the runs. The load of the machine is printed, because other
+programs make steps slower than during the calibration.
 """
 
 from __future__ import annotations
@@ -141,10 +136,7 @@ async def measure(
 ) -> Figures:
     """Return the figures of a real run."""
     config = {**config_of(policy), "executor": {"threads": options.threads}}
-    if options.paced:
-        config["executor"]["use"] = "hardpoint.simulation:PacedExecutor"
-        config["plugin"] = {"paced_executor": {"cost": str(options.cost)}}
-    llm = AsyncLLM("scripted" if options.paced else options.model, config=config)
+    llm = AsyncLLM(options.model, config=config)
     try:
         # Twelve steps of each size, for the first ones take longer: the engine records them.
         for _ in range(2):
@@ -226,29 +218,23 @@ def main() -> None:
     """Parse arguments and run."""
     options = options_of(
         __doc__,
-        cost=(Path, "a file of `hardpoint calibrate`, for all turns"),
         seconds=(40.0, "of each calibration"),
         model="smollm2",
         loads=LOADS,
         policies=list(POLICIES),
         runs=3,
         requests=(int, "of each load, instead of its own number"),
-        speed=(1.0, "of arrivals"),
         threads=(1, "of the engine, as calibrated"),
-        paced=(False, "measure the scripted model with the pace of the cost"),
     )
-    if options.paced and options.cost is None:
-        raise SystemExit("--paced: expected --cost FILE too, the pace of the scripted model")
     results = []
     for name in options.loads:
         load = LOADS[name]
-        requests = options.requests or load.requests
-        load = msgspec.structs.replace(load, rate=load.rate * options.speed, requests=requests)
+        load = msgspec.structs.replace(load, requests=options.requests or load.requests)
         simulations = []
         runs: dict[str, list[Figures]] = {policy: [] for policy in options.policies}
         for number in range(options.runs):
             with tempfile.TemporaryDirectory() as folder:
-                cost = options.cost or calibrated(Path(folder, "cost.json"), options)
+                cost = calibrated(Path(folder, "cost.json"), options)
                 simulations.append(simulated(load, cost, options.policies))
             for policy in options.policies:
                 result = asyncio.run(measure(policy, list(load.generate()), options))

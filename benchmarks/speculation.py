@@ -8,8 +8,8 @@
 Each engine loads the same bf16 weights in a process of its own, once without speculation and once
 with each speculator (of vLLM, with its `ngram`). The processes stay up and take turns: round by
 round, each gets the same prompts, which no other round has, and continues them greedily. The
-prompts are made of the pages in docs/: one asks for a copy with a word changed (`edit`), for a
-summary (`summary`), or is the beginning of a text (`completion`); `chat` has questions.
+prompts are made of the pages in docs/: one asks for a copy with a word changed (`edit`) or for a
+summary (`summary`); `chat` has questions.
 
 Printed are, by set and number of streams, tokens per second without speculation, the time without
 it over the time with it (median of the rounds, their least and greatest), the draft tokens that
@@ -22,11 +22,9 @@ temperatures: see draft_acceptance.py.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +69,12 @@ _EDIT = "Write this text again, all of it, with the word 'job' in place of 'requ
 SETS: dict[str, Callable[[int], str]] = {
     "edit": lambda number: f"{_EDIT}\n\n{_piece(number, 900)}",
     "summary": lambda number: f"Summarize this text in a few sentences.\n\n{_piece(number, 1500)}",
-    "completion": lambda number: _piece(number, 900),
     "chat": _chat,
 }
 
 
 class Prompts:
-    """The prompts of a set as token ids; a message in the model's chat template, or plain text."""
+    """The prompts of a set as token ids of messages in the model's chat template."""
 
     def __init__(self, checkpoint: Path) -> None:
         """Load the tokenizer of a checkpoint."""
@@ -90,13 +87,11 @@ class Prompts:
         """Return prompts of a set that were not taken before, of any set."""
         ids = []
         for _ in range(count):
-            text = SETS[name](next(self._numbers))
-            if name != "completion":
-                messages = [{"role": "user", "content": text}]
-                text = self._tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False
-                )
-            ids.append(self._tokenizer.encode(text, add_special_tokens=name == "completion"))
+            messages = [{"role": "user", "content": SETS[name](next(self._numbers))}]
+            text = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+            ids.append(self._tokenizer.encode(text, add_special_tokens=False))
         return ids
 
 
@@ -187,24 +182,11 @@ def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return results
 
 
-@contextlib.contextmanager
-def weights(options: argparse.Namespace) -> Iterator[Path]:
-    """Give a folder with the checkpoint of `--model`, or of the demo model."""
-    if options.model is None:
-        with exported(options.folder) as folder:
-            yield folder
-    else:
-        with tempfile.TemporaryDirectory() as name:
-            Path(name, "checkpoint").symlink_to(options.model.resolve())
-            yield Path(name)
-
-
 def main() -> None:
     """Parse arguments and run."""
     options = options_of(
         __doc__,
         rounds=3,
-        model=(Path, "folder of a checkpoint; default: demo model"),
         speculators=["ngram", "suffix"],
         sets=SETS,
         streams=([1, 8, 32], "at once"),
@@ -219,7 +201,7 @@ def main() -> None:
 
         results = draft_acceptance.compare(max(options.streams), options.tokens)
     else:
-        with weights(options) as folder:
+        with exported(options.folder) as folder:
             results = compare(options, folder)
     save(options.json, results)
 

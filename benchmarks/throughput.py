@@ -2,7 +2,6 @@
 
     python benchmarks/throughput.py processes
     python benchmarks/throughput.py adapters --peers vllm --python vllm=/opt/vllm/bin/python
-    python benchmarks/throughput.py transformers --families opt --streams 32
     python benchmarks/throughput.py executors --ranks uniproc "tensor 2"
     python benchmarks/throughput.py replicas --engines 1 8
     python benchmarks/throughput.py processes --rounds 1 --tokens 4 --streams 1   # whether it runs
@@ -11,9 +10,6 @@ processes: an engine in the caller's process and one in a separate process; the 
     the scripted model, whose forward pass costs next to nothing.
 adapters: decoding without LoRA adapters, and with 1, 8 and as many as streams, dealt out in turn,
     of rank 8 on all linear layers, with random weights; in Hardpoint and vLLM.
-transformers: models through transformers, natively, by `generate`, and by `generate_batch`,
-    transformers' own continuous batching. Random weights in bf16, with the sizes of a published
-    model of 125 to 160 million parameters. Prompts have one length, so that nothing is padded.
 executors: one worker in the engine's process, and several ranks. First the scripted model, so that
     the executor remains: encoding, sending, waking up workers, their answers. Printed are then
     microseconds per token of each request: one step, but in a pipeline as many steps as it has
@@ -37,12 +33,11 @@ from typing import Any
 
 from engines import PEER_OPTIONS, opened, take_turns
 from options import options_of, save, show_table
-from scenarios import FAMILIES, RANKS, SCENARIOS, Scenario
+from scenarios import RANKS, SCENARIOS, Scenario
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "processes": {"streams": [1, 32], "tokens": 64, "rounds": 3},
     "adapters": {"streams": [32], "tokens": 64, "rounds": 3},
-    "transformers": {"streams": [1, 32], "tokens": 32, "rounds": 3},
     "executors": {"streams": [1, 32], "tokens": 64, "rounds": 5},
     "replicas": {"streams": [8], "tokens": 100, "rounds": 5},
 }
@@ -96,7 +91,6 @@ def main() -> None:
         streams=(list[int], "requests at once; of replicas, of each engine"),
         tokens=(int, "output tokens per request"),
         rounds=(int, "counted rounds"),
-        families=(FAMILIES, "of transformers"),
         ranks=(RANKS, "of executors"),
         hidden=(512, "hidden size of the Llama of executors"),
         layers=(8, "its layers"),

@@ -46,6 +46,7 @@ class VLLMProcessor:
     def extra_args(self) -> dict[str, ast.expr | None]:
         """Return the keys of `extra_args` that the file reads, with their defaults."""
         keys: dict[str, ast.expr | None] = {}
+        names = set(_names_of_extra_args(self.tree))
         for node in ast.walk(self.tree):
             match node:
                 case ast.Subscript(value=value, slice=ast.Constant(value=str(key))):
@@ -57,7 +58,8 @@ class VLLMProcessor:
                     default = rest[0] if rest else None
                 case _:
                     continue
-            if "extra_args" in ast.unparse(value) and key.isidentifier():
+            is_name = isinstance(value, ast.Name) and value.id in names
+            if (is_name or "extra_args" in ast.unparse(value)) and key.isidentifier():
                 keys[key] = keys.get(key) or default
         return keys
 
@@ -110,6 +112,22 @@ def read_processor(reference: str) -> VLLMProcessor:
             f"class with apply, or a function of output ids and logits), got {names or 'none'}"
         )
     raise RequestError(f"{where}: expected FILE:NAME, because the file has several: {names}")
+
+
+def _names_of_extra_args(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of variables that hold `extra_args`: `args = params.extra_args or {}`."""
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                | ast.NamedExpr(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                is_mapping = not any(
+                    isinstance(part, ast.Subscript | ast.Call) for part in ast.walk(value)
+                )
+                if is_mapping and "extra_args" in ast.unparse(value):
+                    yield name
 
 
 def _definitions(

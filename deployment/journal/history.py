@@ -10,6 +10,9 @@ from .frames import JournalError
 from .records import Arrival, Event, Keyframe, PlanRecord
 from .run import Journal, request_of
 
+_MAX_LISTED = 20
+"""Requests that the error of an unknown id lists."""
+
 
 def history(journal: Journal, name: str) -> Iterator[str]:
     """Yield the history of a request, line by line.
@@ -22,13 +25,17 @@ def history(journal: Journal, name: str) -> Iterator[str]:
         JournalError: no request has that id.
     """
     chosen: dict[str, _History] = {}
+    reasons: dict[str, str] = {}  # of all requests, for the error
     now = start = journal.header.clock
     for number, record in enumerate(journal.records()):
         arrivals = [live.arrival for live in record.live] if isinstance(record, Keyframe) else ()
         for request in _named(arrivals, name):
             chosen.setdefault(request.request_id, _History())
+        reasons |= {request_of(arrival).request_id: "" for arrival in arrivals}
         if not isinstance(record, Event):
             continue
+        reasons |= {request_of(arrival).request_id: "" for arrival in record.arrivals}
+        reasons |= {ended.request_id: ended.reason for ended in record.ended}
         for arrival in record.arrivals:
             for request in _named([arrival], name):
                 chosen[request.request_id] = _History()
@@ -41,7 +48,16 @@ def history(journal: Journal, name: str) -> Iterator[str]:
             for line in known.lines(record, request_id):
                 yield f"{place} {request_id} {line}"
     if not chosen:
-        raise JournalError(f"journal {str(journal.path)!r}: no request has the id {name!r}")
+        where = f"journal {str(journal.path)!r}"
+        raise JournalError(f"{where}: no request has the id {name!r}; {_listed(reasons)}")
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    """Return the ids of requests with their finish reasons, failed requests first."""
+    failed_first = sorted(reasons, key=lambda request_id: reasons[request_id] != "error")
+    shown = [f"{request_id} ({reasons[request_id] or 'live'})" for request_id in failed_first]
+    more = f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
+    return f"it has {', '.join(shown[:_MAX_LISTED]) or 'none'}{more}"
 
 
 def _place(seconds: float, number: int) -> str:

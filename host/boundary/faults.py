@@ -105,7 +105,7 @@ class StepFaults:
     ) -> None:
         """Count a fault under a name; keep and log the first one of each name."""
         if _count(self._faults, name, message):  # a broken plugin fails in every step
-            _log.warning("%s; %s", message, consequence, exc_info=cause)
+            log_fault(message, cause, consequence)
 
     def record(self, name: str, message: str, consequence: str = _WITHOUT) -> None:
         """Count a fault that another process reports.
@@ -120,6 +120,11 @@ class StepFaults:
     def report(self) -> dict[str, StepFault]:
         """Return the faults so far by plugin name."""
         return dict(self._faults)
+
+
+def log_fault(message: str, cause: BaseException | None, consequence: str) -> None:
+    """Log a fault with its traceback."""
+    _log.warning("%s; %s", message, consequence, exc_info=cause)
 
 
 def _count(counts: dict[str, StepFault], name: str, message: str) -> bool:
@@ -184,12 +189,7 @@ def create_all(
 ) -> list[tuple[C, FaultReporter, PluginCalls]]:
     """Create every enabled component of a kind; if one fails, close the earlier ones.
 
-    Args:
-        plugins: the enabled plugins.
-        kind: kind of the components.
-        faults: makes the reporters.
-        context: the class of the components' context.
-        fields: fields of the context, without name and options.
+    `faults` makes the reporters; `fields` are those of the context without name and options.
 
     Returns:
         The components, each with the reporter of its faults and its calls.

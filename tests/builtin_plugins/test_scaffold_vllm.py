@@ -158,6 +158,19 @@ def test_ported_v1_class(port):
         assert commented.lstrip().startswith("#")
 
 
+def test_ported_class_has_arguments_read_through_a_variable(port):
+    text = V1.replace(
+        "        self.targets = {}\n",
+        "        for index, params, *_ in batch_update.added:\n"
+        "            args = params.extra_args or {}\n"
+        "            self.targets[index] = args['token'], args.get('after', 3)\n",
+    )
+    assert text != V1
+    source = (port(text, module="acme_target") / "src/acme_target/__init__.py").read_text()
+    assert "        token: " in source
+    assert "        after: int = 3" in source
+
+
 def test_ported_v2_class(port):
     cls, _ = loaded(port(V2, "acme-mine", module="acme_mine"), "acme_mine")
     assert (cls.__name__, cls.phase) == ("AcmeMine", Phase.PENALTY)

@@ -235,7 +235,7 @@ REFUSED = (
     | {(("turns", "two"), ("completions", "three")): "n: expected 1 in a conversation"}
     | {
         (("processor", "that observes"), ("fork", "half way")): (
-            "resumed.observed_logprobs: expected one per output token, for logits processor 'obs"
+            "resumed.observed_logprobs: expected one per output token, because logits processor 'ob"
         )
     }
     | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 
@@ -51,11 +52,13 @@ def _setting(field: FieldDoc) -> Iterator[str]:
 
 def _comment(text: str) -> list[str]:
     prefix = "# "
-    return textwrap.wrap(
-        text,
+    # Code stays in one line: the rest of `{ use = "disk", name = "ssd" }` would read as a setting.
+    lines = textwrap.wrap(
+        re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), text),
         _WIDTH,
         initial_indent=prefix,
         subsequent_indent=prefix,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace("\0", " ") for line in lines]

@@ -15,7 +15,7 @@ import torch
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.activity import Activity
-from hardpoint.host.boundary.faults import slow_message
+from hardpoint.host.boundary.faults import log_fault, slow_message
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.host.registry.request_arguments import skips_greedy
 from hardpoint.host.system import torch_state
@@ -131,13 +131,15 @@ class ProcessorRunner:
             PluginFaultError: instead, if faults end the engine by the configuration.
             BaseException: the cause, if it is no fault.
         """
-        if isinstance(cause, BaseException):
-            raise_unless_fault(cause)
+        error = None if isinstance(cause, str) else cause
+        if error is not None:
+            raise_unless_fault(error)
         self.meter.faults += 1
-        reason = cause if isinstance(cause, str) else f"{describe(cause)}"
-        message = f"{self.source}: its {method} failed: {reason}"
+        message = f"{self.source}: its {method} failed: {describe(error) if error else cause}"
         if self.ends_engine:
-            raise PluginFaultError(message) from (None if isinstance(cause, str) else cause)
+            raise PluginFaultError(message) from error
+        if self.meter.faults == 1:  # it may fail for each of its requests
+            log_fault(message, error, "the request ends; later faults of it are counted only")
         return RequestFault(message, self.name)
 
     def end(self, method: str, cause: BaseException) -> End:
@@ -230,8 +232,7 @@ class ProcessorRunner:
         processor_rows = ProcessorRows(
             self.name, [requests[row] for row in rows], version, self.device, self.device_state
         )
-        is_all = len(rows) == len(requests)
-        index = None if is_all else to_device(rows, self.device)
+        index = to_device(rows, self.device) if len(rows) < len(requests) else None
         return ActiveRows(self, processor_rows, rows, index)
 
 
@@ -345,8 +346,5 @@ def _row_in_batch(request: LogitsRequest) -> int:
 
 
 def row_is_finite(row: torch.Tensor) -> bool:
-    """Return whether the largest of logits [vocab] is finite, so that a token can be chosen.
-
-    NaN and +inf win every maximum; the maximum is -inf only where no token is left.
-    """
+    """Return whether a token can be chosen from logits [vocab]: NaN and +inf win every maximum."""
     return math.isfinite(float(row.amax()))

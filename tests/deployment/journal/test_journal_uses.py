@@ -45,7 +45,19 @@ def test_the_history_of_a_request(tmp_path, scripted):
     assert f"output 0 is {tokens[0]}" in lines[3]
     assert f"output 11 is {tokens[-1]}" in lines[-2]
     assert lines[-1].endswith("ends: length")
-    with pytest.raises(JournalError, match="no request has the id 'none'"):
+    with pytest.raises(JournalError, match=r"no request has the id 'none'; it has \S+ \(length\)$"):
+        list(JournalFile(tmp_path / "journal").request("none"))
+
+
+def test_an_unknown_id_lists_failed_requests_first(tmp_path, scripted):
+    config = scripted_config(scripted, {"engine": {"journal": str(tmp_path / "journal")}})
+    with LLM(config=config) as llm:
+        outputs = llm.generate(["a"] * 21, GREEDY)
+        (failed,) = llm.generate(["a"], SamplingParams(structured={"regex": "[^\\s\\S]"}))
+    assert outputs[0].outputs[0].finish_reason == "length"
+    assert failed.outputs[0].finish_reason == "error"
+    expected = rf"it has {failed.request_id}\S* \(error\), .*\(length\) and 2 more$"
+    with pytest.raises(JournalError, match=expected):
         list(JournalFile(tmp_path / "journal").request("none"))
 
 

@@ -6,10 +6,13 @@ import logging
 
 import pytest
 
+from hardpoint import LLM, SamplingParams
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.faults import StepFaults
+from hardpoint.plugins import LogitsProcessor, Phase
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.requests.stats import StepFault
+from hardpoint.testing import scripted_config
 
 SOURCE = Source("mine", "acme:Mine", "acme", "1.0", "scheduler.policy (argument)")
 
@@ -44,3 +47,26 @@ def test_an_error_that_cannot_be_printed_is_survived():
     faults.reporter(SOURCE)("key() failed", Mute())
     assert "key() failed: " in faults.report()["mine"].message
     assert "Mute" in faults.report()["mine"].message
+
+
+class Breaks(LogitsProcessor):
+    contract = 1
+    phase = Phase.BIAS
+
+    def apply(self, logits, rows):
+        raise KeyError("a table of its own")
+
+
+def test_the_first_fault_of_a_logits_processor_is_logged_with_its_traceback(scripted, caplog):
+    config = {"plugins": {"enable": [f"{__name__}:Breaks"]}}
+    with (
+        caplog.at_level(logging.WARNING, "hardpoint"),
+        LLM(config=scripted_config(scripted, config)) as llm,
+    ):
+        outputs = llm.generate(["a", "b"], SamplingParams(max_tokens=2))
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error"]
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "its apply failed: KeyError: 'a table of its own'; the request ends" in caplog.text
+    assert 'raise KeyError("a table of its own")' in logging.Formatter().formatException(
+        record.exc_info
+    )

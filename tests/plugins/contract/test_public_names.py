@@ -68,6 +68,7 @@ PUBLIC = (
     "hardpoint.toolkit.parsing.json_text",
     "hardpoint.toolkit.parsing.output_parsers",
     "hardpoint.toolkit.parsing.python_literals",
+    "hardpoint.toolkit.processor",
     "hardpoint.toolkit.proof",
     "hardpoint.toolkit.ray_cluster",
     "hardpoint.toolkit.trace",

@@ -196,7 +196,10 @@ def test_drafts_that_a_grammar_refuses_are_not_computed(scripted, backend, monke
     enabled = {}
     if backend == "xgrammar":
         monkeypatch.syspath_prepend(ROOT / "examples" / "hardpoint_xgrammar" / "src")
-        enabled = {"plugins": {"enable": [{"use": "hardpoint_xgrammar:XGrammar", "name": backend}]}}
+        enabled = {
+            "plugins": {"enable": [{"use": "hardpoint_xgrammar:XGrammar", "name": backend}]},
+            "grammar": {"compile_seconds": 300.0},  # its process has to start on a busy machine
+        }
     config = speculating_with(f"{HERE}:Recorder", num_draft_tokens=3) | enabled
     engine = scripted_engine(scripted, config)
     a, b, c = 64, 65, 66  # of the scripted tokenizer

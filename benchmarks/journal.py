@@ -2,8 +2,8 @@
 
     python benchmarks/journal.py --model smollm2 --requests 16 --tokens 128 --rounds 5
 
-Printed are the processor time of a step without the journal, the time of the engine's thread for
-the journal in a step, measured around its work, their ratio, and the size of the file.
+The program prints the processor time of a step without the journal, the time that the engine's
+thread takes for the journal in a step, their ratio, and the size of the file.
 """
 
 from __future__ import annotations

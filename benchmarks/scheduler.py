@@ -8,8 +8,8 @@ No model runs. A step is `schedule`, then `update` with a token per request; bot
 code between them is not. All requests decode, with prompts of 64 to 79 tokens, so that in each step
 one in sixteen needs a block and fills one. Prefix caching is on, statistics are off.
 
-Measured are steps of N running requests, then the same with 100 000 waiting requests, which are not
-admitted because `max_num_seqs` are running.
+The program measures steps of N running requests, then the same with 100 000 waiting requests, which
+the scheduler does not admit because `max_num_seqs` are running.
 
 The engines take turns step by step, in one process. Printed are medians of processor time, which on
 an idle machine is wall time; reading that clock adds about half a microsecond to each call.

@@ -235,10 +235,14 @@ def count(path: Path, text: str, counts: language.Counts) -> None:
 
 
 def files(places: list[Path]) -> Iterator[Path]:
-    """Yield the Python and Markdown files at or below the places."""
+    """Yield the Python and Markdown files at or below the places, without built packages."""
     for place in places:
         below = sorted(place.rglob("*")) if place.is_dir() else [place]
-        yield from (path for path in below if path.suffix in (".py", ".md"))
+        yield from (
+            path
+            for path in below
+            if path.suffix in (".py", ".md") and "build" not in path.relative_to(place).parts
+        )
 
 
 def violations(path: Path) -> Iterator[tuple[int, str]]:

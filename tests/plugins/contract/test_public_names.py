@@ -71,6 +71,7 @@ PUBLIC = (
     "hardpoint.toolkit.processor",
     "hardpoint.toolkit.proof",
     "hardpoint.toolkit.ray_cluster",
+    "hardpoint.toolkit.reloading",
     "hardpoint.toolkit.trace",
     "hardpoint.toolkit.updated_weights",
     "hardpoint.toolkit.workers.calls",

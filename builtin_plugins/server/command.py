@@ -24,7 +24,8 @@ from .config import ServerConfig
 
 if TYPE_CHECKING:
     from hardpoint.plugins.component.manifest import Manifest
-    from hardpoint.toolkit.reloading.watcher import PluginWatcher, ReplacePlugins
+    from hardpoint.toolkit.reloading.reloader import ReplacePlugins
+    from hardpoint.toolkit.reloading.watcher import PluginWatcher
 
     from .access.keys import Stores
     from .operations.addresses import BoundAddress

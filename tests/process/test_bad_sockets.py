@@ -263,7 +263,7 @@ def test_a_second_client_on_the_output_address_harms_no_other(client):
 def test_after_shutdown_began_there_is_an_answer(endless, tmp_path):
     settings = {
         "plugins": {"enable": ["support.plugins.slow:Slow"]},
-        "engine": {"drain_seconds": 60.0},
+        "engine": {"drain_seconds": 600.0},
     }
     client = RawClient(process_config(endless, settings))
     held = HeldSteps(tmp_path)

@@ -150,7 +150,7 @@ def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, en
 
 # SIGTERM and SIGINT
 
-DRAINING = SLOW | {"engine": {"drain_seconds": 60.0}}
+DRAINING = SLOW | {"engine": {"drain_seconds": 600.0}}
 BOTH = pytest.mark.parametrize(
     "number",
     [

@@ -81,7 +81,7 @@ def left_in(client: RawClient, awaited: list[bytes] | None = None) -> list[list[
 
 
 def test_a_clean_end(engine, tmp_path):
-    client = engine(engine={"drain_seconds": 60.0}, log_level="INFO")
+    client = engine(engine={"drain_seconds": 600.0}, log_level="INFO")
     assert psutil.Process(client.process.pid).name() == "EngineCore"
     assert Path(f"/proc/{client.process.pid}/comm").read_text() == "EngineCore\n"
     held = HeldSteps(tmp_path)
@@ -218,7 +218,7 @@ def in_mask(name: str, status: Path, number: int) -> bool:
 
 @pytest.mark.nightly
 def test_a_step_that_hangs_ends_at_the_third_signal(engine, tmp_path):
-    client = engine(engine={"drain_seconds": 60.0})
+    client = engine(engine={"drain_seconds": 600.0})
     pid = client.process.pid
     begun = tmp_path / "begun"
     client.add("a", **using("slow", seconds=60, begun=str(begun)))

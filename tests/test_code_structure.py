@@ -41,6 +41,8 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.commands.setup.template": "a generated file, beside the command",
     "hardpoint.process.start_budget": "a watch in a thread, beside the construction of engines",
     "hardpoint.calls.forks": "open requests by id, beside the requests that run",
+    "hardpoint.calls.reloading": "the watcher of one option, beside the class LLM",
+    "hardpoint.toolkit.reloading.import_graph": "an algorithm, beside the copies of packages",
     "hardpoint.calls.sessions": "the answer of one control call, for both kinds of programs",
     "hardpoint.host.live.policy": "the live changes of one kind, as its siblings",
     "hardpoint.testing.general.inputs": "a comparison of values, beside the rules that use it",
@@ -99,7 +101,6 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.commands.simulation.page": "HTML, beside tables of text",
     "hardpoint.simulation.device": "what stands for workers, beside the loop of an engine",
     "hardpoint.builtin_plugins.step_parts.prompt_embeddings.worker_half": "imports torch",
-    "hardpoint.builtin_plugins.server.dialects.embedded_prompts": "tensors in bodies, from anyone",
 }
 """Small modules with one importer that are a concept of their own, and why."""
 

@@ -96,8 +96,8 @@ def test_the_wheel_holds_every_source_file_and_no_other(wheel):
         for folder in (PACKAGE, *(path for path in PACKAGE.iterdir() if path.is_symlink()))
         for path in folder.rglob("*.py")
     }
-    page, templates = "builtin_plugins/server/page", "builtin_plugins/scaffold/templates"
-    for data in (page, templates, "testing/scripted_model"):
+    pages = ("builtin_plugins/server/page", "builtin_plugins/server/api_docs")
+    for data in (*pages, "builtin_plugins/scaffold/templates", "testing/scripted_model"):
         expected |= {
             str(path.relative_to(PACKAGE.parent))
             for path in (PACKAGE / data).rglob("*")

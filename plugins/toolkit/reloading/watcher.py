@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from hardpoint.errors import ConfigError
+from hardpoint.errors import ConfigError, install_command
 from hardpoint.plugins.component.manifest import Manifest
 
 from .copies import CopiedPackages
@@ -30,7 +30,7 @@ def open_watcher() -> PluginWatcher:
     except ModuleNotFoundError:
         raise ConfigError(
             "reload_plugins: expected the package watchfiles to be installed: "
-            "pip install 'hardpoint[reload]'"
+            f"{install_command('reload')}"
         ) from None
     return PluginWatcher()
 

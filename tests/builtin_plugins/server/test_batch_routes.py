@@ -419,8 +419,13 @@ Content-Disposition: form-data; name="file"; filename="a"\r
 
 
 def kept_bytes(folder):
-    """Return the bytes of a server's folder, links counted once."""
-    statuses = [path.stat() for path in (folder / "batches").rglob("*") if path.is_file()]
+    """Return the bytes of a server's folder, links counted once, without reserved bytes.
+
+    A batch has ended when its record says so; its reservation, an empty file with a size, is
+    removed after that.
+    """
+    files = [path for path in (folder / "batches").rglob("*") if path.is_file()]
+    statuses = [path.stat() for path in files if path.suffix != ".room"]
     return sum({stat.st_ino: stat.st_size for stat in statuses}.values())
 
 

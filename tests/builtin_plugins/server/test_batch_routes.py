@@ -421,8 +421,7 @@ Content-Disposition: form-data; name="file"; filename="a"\r
 def kept_bytes(folder):
     """Return the bytes of a server's folder, links counted once, without reserved bytes.
 
-    A batch has ended when its record says so; its reservation, an empty file with a size, is
-    removed after that.
+    The reservation of a batch, an empty file with a size, is removed after the record has its end.
     """
     files = [path for path in (folder / "batches").rglob("*") if path.is_file()]
     statuses = [path.stat() for path in files if path.suffix != ".room"]

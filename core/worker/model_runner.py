@@ -415,6 +415,8 @@ class ModelRunner:
             batch.append_sampled(sampled)
         for request_id, block_ids in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
+        for request_id, columns in plan.cached_requests.released_columns.items():
+            batch.release_columns(request_id, columns)
         if self._sampling is not None:  # before another request may have one of their ids
             states = self._sampling.pipeline.observed_states
             if states.versions:
@@ -447,6 +449,7 @@ class ModelRunner:
         )
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
+        batch.release_columns(request.request_id, new.released_columns)
         if source.features:
             batch.add_spans(source)
         if source.pooling_params is not None:

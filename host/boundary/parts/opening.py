@@ -53,7 +53,10 @@ def open_parts(
     def context_of(context: EngineHalfContext) -> Callable[[StepPart], EngineHalfContext]:
         def own(part: StepPart) -> EngineHalfContext:
             call = functools.partial(calls.to_workers, part)
-            return dataclasses.replace(context, call_workers=call, why_waiting=why_waiting)
+            releases = part.releases_blocks
+            return dataclasses.replace(
+                context, call_workers=call, why_waiting=why_waiting, can_release_blocks=releases
+            )
 
         return own
 

@@ -1,0 +1,5 @@
+"""Step parts that evict the KV cache of a request: StreamingLLM and SnapKV."""
+
+from .streaming import StreamingLLM
+
+__all__ = ["StreamingLLM"]

@@ -47,6 +47,7 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kv_cache import BlockNeeds, KVEvent
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.toolkit.kv_blocks import releases
 from hardpoint.toolkit.step_cost import StepCostFit
 from hardpoint.typed import read_only
 
@@ -204,8 +205,8 @@ def _build_executor(
 
     Raises:
         PluginError: it cannot be built, or its depth is out of range.
-        ConfigError: it takes one step at a time and two are asked for, or the parts draft tokens
-            and the scheduler cannot work with drafts.
+        ConfigError: it takes one step at a time and two are asked for, or the parts draft tokens,
+            or release blocks, and the scheduler cannot work with these.
     """
     # Here, too, since it takes time to start workers.
     if spec.config.parallel.world_size > 1 or spec.place.engines is not None:
@@ -231,6 +232,7 @@ def _build_executor(
     if spec.num_draft_tokens and scheduler.update_drafts is Scheduler.update_drafts:
         drafting = f"it takes no drafts, which {parts.drafting} makes"
         raise ConfigError(f"{entry.source}: {drafting}: enable one of the two")
+    releases.check_scheduler(parts.halves, scheduler, entry.source, spec.config)
     return executor
 
 
@@ -246,6 +248,7 @@ def _start_workers(
         PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
     info = _find_tightest(executor.start(), spec)
+    releases.check_model(parts.halves, info)
     if not info.has_cache and (moving := parts.moves_blocks) is not None:
         raise ConfigError(
             f"{moving} moves blocks of the KV cache, and the model {spec.config.model!r} has none"

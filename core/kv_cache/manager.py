@@ -36,8 +36,8 @@ class _RequestBlocks:
 
     # Invariant: `next_caching` is (num_cached + 1) * block_size while blocks are added to the index
     # as they fill, and _NEVER while they are not: without prefix caching, until `cache_arrived`
-    # where `admit` delayed it, and after `reset`. So `extend`, which runs for every request in
-    # every step, finds out by one comparison that no block is to be added.
+    # where `admit` delayed it, after `reset` and after a release. So `extend`, which runs for every
+    # request in every step, finds out by one comparison that no block is to be added.
 
     __slots__ = ("capacity", "next_caching", "num_cached", "num_passed", "num_releases", "tables")
 
@@ -381,7 +381,7 @@ class BlockManager:
         """Release the blocks that the token at a position does not attend to."""
         while releases[blocks.num_releases :] and releases[blocks.num_releases].at <= position:
             first, end = releases[blocks.num_releases].columns
-            blocks.num_releases += 1
+            blocks.num_releases, blocks.next_caching = blocks.num_releases + 1, _NEVER
             for table in blocks.tables:
                 self.pool.release(table[first:end])
                 del table[first:end]

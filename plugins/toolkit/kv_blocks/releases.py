@@ -1,0 +1,61 @@
+"""Checks of an engine in which a step part releases KV blocks of running requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from hardpoint.errors import ConfigError
+from hardpoint.plugins import EngineConfig, Scheduler, StepPart, WorkerInfo
+from hardpoint.plugins.component import Source
+
+__all__ = ["check_model", "check_scheduler"]
+
+
+class Half(Protocol):
+    """The half of a step part."""
+
+    @property
+    def part(self) -> StepPart:
+        """The part."""
+
+    @property
+    def source(self) -> Source:
+        """Its name in messages."""
+
+
+def check_scheduler(
+    halves: Sequence[Half], scheduler: type[Scheduler], source: Source, config: EngineConfig
+) -> None:
+    """Check that steps end where blocks are released, and that no connector moves blocks.
+
+    Raises:
+        ConfigError: a part releases blocks, and cannot here.
+    """
+    for part in [half.source for half in halves if half.part.releases_blocks]:
+        releases = f"{part} releases blocks of the KV cache (releases_blocks)"
+        if not scheduler.releases_blocks:
+            raise ConfigError(
+                f"{source}: expected a scheduler with releases_blocks = True, because {releases}"
+            )
+        if not config.scheduler.chunked_prefill:
+            raise ConfigError(
+                f"scheduler.chunked_prefill: expected true, because {releases}, got false"
+            )
+        if moving := [half.part.moves_blocks for half in halves if half.part.moves_blocks]:
+            raise ConfigError(f"{moving[0]}: expected none, because {releases}")
+
+
+def check_model(halves: Iterable[Half], info: WorkerInfo) -> None:
+    """Check that all layers of a model have keys and values of all tokens.
+
+    Raises:
+        ConfigError: a part releases blocks, and cannot here.
+    """
+    for part in [half.source for half in halves if half.part.releases_blocks]:
+        if not info.has_cache or info.has_states or tuple(info.windows) != (None,):
+            raise ConfigError(
+                f"{part} releases blocks of the KV cache (releases_blocks): expected a model with "
+                f"attention to all tokens in each layer, got one with sliding windows, recurrent "
+                f"layers or no KV cache"
+            )

@@ -157,6 +157,7 @@ def open_parts(
     Raises:
         PluginError: one cannot be built, or changes layers that the model does not let it
             change; all are closed.
+        ModelError: the attention backend has no weights for a half that reads them.
     """
     context = WorkerHalfContext(
         device=spec.device,
@@ -176,6 +177,8 @@ def open_parts(
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
+        for half in [half for half in parts.halves if half.half.reads_weights]:
+            planned.attention.check_weights(half.source)
         if spec.num_draft_tokens and samples and parts.verifier is None:
             raise ConfigError(
                 "plugins: a step part drafts tokens, and none verifies drafts; enable a part with "

@@ -203,7 +203,9 @@ class ModelRunner:
     ) -> ForwardBatch:
         attend = self.attention.of_step(self._caches, step.attention)
         if self.parts.wants_layers:
-            attend = self.parts.around_layers(attend)
+            inputs = self._caches, step.attention, step.requests
+            weights = functools.partial(self.attention.weights, *inputs)
+            attend = self.parts.around_layers(attend, weights)
         if self.on_forward is not None:
             self.on_forward()
         types, recur = step.token_types, self.attention.recurrence(self._caches, step.attention)

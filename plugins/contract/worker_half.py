@@ -3,6 +3,7 @@
 from .model.forward import Forward as Forward
 from .model.forward import ForwardStep as ForwardStep
 from .model.forward import PackedInputs as PackedInputs
+from .model.forward import StepAttention as StepAttention
 from .step_part.halves import WorkerHalf
 from .step_part.worker import LoadedModel as LoadedModel
 from .step_part.worker import ModelOpener as ModelOpener

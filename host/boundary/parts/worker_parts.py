@@ -17,6 +17,7 @@ from hardpoint.host.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.plugins import ForwardBatch, LogitsRequest, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.model import Attend, LayerHooks
+from hardpoint.plugins.model.forward import StepAttention
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.worker_half import (
@@ -294,10 +295,10 @@ class WorkerParts:
         """Whether a half is called in the layers of this step."""
         return bool(self._around)
 
-    def around_layers(self, attend: Attend) -> Attend:
-        """Return `attend` with the calls of all halves around it."""
+    def around_layers(self, attend: Attend, weights: Callable[..., torch.Tensor]) -> Attend:
+        """Return `attend` with the calls of all halves around it, which may call `weights`."""
         for half in [half for half in reversed(self._around) if half.overrides("around_layers")]:
-            inner = self._run(half, "around_layers", attend)
+            inner = self._run(half, "around_layers", StepAttention(attend, weights))
             if callable(inner):
                 attend = inner
         return attend

@@ -37,6 +37,33 @@ class Attend(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class StepAttention:
+    """Attention of the layers of a step, as `LayerWrapper.around_layers` gets it.
+
+    Attributes:
+        attend: attention of a layer.
+        weights: attention weights of a layer: `weights(layer, q, request_id, count)` returns those
+            of the last `count` tokens of a request in the step, summed over these tokens, as
+            `AttentionBackend.attention_weights` does. q are the queries of the step, after
+            `attend`, which rotates them in place. Of a part with `LayerWrapper.reads_weights`.
+    """
+
+    attend: Attend
+    weights: Callable[[int, torch.Tensor, str, int], torch.Tensor]
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the result of `attend`."""
+        return self.attend(layer, q, k, v, angles)
+
+
 class Advance(Protocol):
     """Moves the state of a layer over the tokens of sequences, for `ForwardBatch.recur`."""
 

@@ -51,12 +51,10 @@ class BlockReleases:
             at: see `BlockRelease`.
             block_size: tokens per block.
         """
-        if not blocks:
-            return
-        span = range(blocks.start * block_size, blocks.stop * block_size)
+        span = range(blocks.start * block_size, max(blocks.start, blocks.stop) * block_size)
         first, end = self._column(span.start) // block_size, self._column(span.stop) // block_size
+        self.all.append(BlockRelease(at, (first, end)))
         if first < end:
-            self.all.append(BlockRelease(at, (first, end)))
             self.gaps = _with(self.gaps, span)
 
     def _column(self, position: int) -> int:

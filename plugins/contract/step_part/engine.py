@@ -166,7 +166,8 @@ class EngineHalfContext:
 
         Args:
             request: a live request, from `AdmissionGate.gate` until it ends.
-            span: positions of tokens before `at`; only whole blocks are released.
+            span: positions of tokens before `at`; only whole blocks are released. Without any, a
+                step ends before `at` all the same.
             at: not before a token that is planned, or an earlier release. None: the next token
                 that is not planned. Steps may be planned ahead, so that this is not the same token
                 in each run: pass a position if outputs have to be reproducible.
@@ -192,5 +193,5 @@ class EngineHalfContext:
         size = self.block_size
         blocks = range(-(-span.start // size), span.stop // size)
         releases.add(blocks, at, size)
-        request.releases = releases if releases.all else None
+        request.releases = releases
         return range(blocks.start * size, blocks.stop * size) if blocks else range(0)

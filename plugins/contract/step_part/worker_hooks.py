@@ -23,7 +23,7 @@ from hardpoint.plugins.requests.plan import SchedulerOutput
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.plugins.model.forward import Attend, Branch
+    from hardpoint.plugins.model.forward import Attend, Branch, StepAttention
     from hardpoint.plugins.sampling.phases import LogitsStage
     from hardpoint.plugins.sampling.rows import DraftedStep, LogitsRequest
 
@@ -223,12 +223,15 @@ class LayerWrapper(Protocol):
 
     Attributes:
         wants_layers: see `InputEmbeddings`.
+        reads_weights: whether it calls `StepAttention.weights`. The start fails with an attention
+            backend without `reports_weights`.
     """
 
     wants_layers: bool = True
+    reads_weights: ClassVar[bool] = False
 
     @abstractmethod
-    def around_layers(self, attend: Attend) -> Attend:
+    def around_layers(self, attend: StepAttention) -> Attend:
         """Return a function that is called instead of `attend` for each layer of the step."""
 
     def after_layers(self) -> None:

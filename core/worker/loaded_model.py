@@ -177,7 +177,7 @@ def open_parts(
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
-        for half in [half for half in parts.halves if half.half.reads_weights]:
+        for half in [half for half in parts.halves if half.overrides("take_attention_weights")]:
             planned.attention.check_weights(half.source)
         if spec.num_draft_tokens and samples and parts.verifier is None:
             raise ConfigError(

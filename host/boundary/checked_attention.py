@@ -207,7 +207,7 @@ class CheckedAttention:
         request_id: str,
         count: int,
     ) -> torch.Tensor:
-        """Return attention weights; see `StepAttention`.
+        """Return attention weights; see `AttentionWeights`.
 
         Raises:
             PluginFaultError: the backend returned something else.

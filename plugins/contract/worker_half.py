@@ -1,9 +1,9 @@
 """Worker hooks of step parts, and their access to the worker's model and KV cache."""
 
+from .model.forward import AttentionWeights as AttentionWeights
 from .model.forward import Forward as Forward
 from .model.forward import ForwardStep as ForwardStep
 from .model.forward import PackedInputs as PackedInputs
-from .model.forward import StepAttention as StepAttention
 from .step_part.halves import WorkerHalf
 from .step_part.worker import LoadedModel as LoadedModel
 from .step_part.worker import ModelOpener as ModelOpener

@@ -326,7 +326,7 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
         "added": "which the model's trial step has to call",
         "verify_drafts": "which verifies the drafts of all parts",
         "idle": "which workers are asked for when they start",
-        "reads_weights": "for which the attention backend is checked when workers start",
+        "take_attention_weights": "for which the attention backend is checked when workers start",
         "packs": "for which inputs are laid out when the model is loaded",
         "encodes": "for which the model gets its encoder",
     }

@@ -17,7 +17,7 @@ from hardpoint.host.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.plugins import ForwardBatch, LogitsRequest, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.model import Attend, LayerHooks
-from hardpoint.plugins.model.forward import StepAttention
+from hardpoint.plugins.model.forward import AttentionWeights
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.worker_half import (
@@ -295,10 +295,12 @@ class WorkerParts:
         """Whether a half is called in the layers of this step."""
         return bool(self._around)
 
-    def around_layers(self, attend: Attend, weights: Callable[..., torch.Tensor]) -> Attend:
+    def around_layers(self, attend: Attend, weights: AttentionWeights) -> Attend:
         """Return `attend` with the calls of all halves around it, which may call `weights`."""
         for half in [half for half in reversed(self._around) if half.overrides("around_layers")]:
-            inner = self._run(half, "around_layers", StepAttention(attend, weights))
+            if half.overrides("take_attention_weights"):
+                self._run(half, "take_attention_weights", weights)
+            inner = self._run(half, "around_layers", attend)
             if callable(inner):
                 attend = inner
         return attend

@@ -63,6 +63,9 @@ class AttentionStep:
     one of these for each group, which differ in `block_table`, `slots` and `group` alone. Blocks
     that the group's window has passed are no longer the sequence's: they may have been written to.
 
+    Blocks that a step part has released (`Request.releases`) are left out of `block_table` and of
+    `seq_lens`: the sequence is as long as its other blocks. Keys were rotated by their positions.
+
     A step that `Ops.record` records for later ones, of the sizes in `Ops.record_sizes`, has one
     query per sequence. Its `seq_lens` are the most that such steps may have; its tensors stay where
     they are, and have the values of the step that runs. Some of its sequences may be padding, of

@@ -37,31 +37,23 @@ class Attend(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class StepAttention:
-    """Attention of the layers of a step, as `LayerWrapper.around_layers` gets it.
+class AttentionWeights(Protocol):
+    """Attention weights of the layers of a step, for `LayerWrapper.take_attention_weights`."""
 
-    Attributes:
-        attend: attention of a layer.
-        weights: attention weights of a layer: `weights(layer, q, request_id, count)` returns those
-            of the last `count` tokens of a request in the step, summed over these tokens, as
-            `AttentionBackend.attention_weights` does. q are the queries of the step, after
-            `attend`, which rotates them in place. Of a part with `LayerWrapper.reads_weights`.
-    """
+    def __call__(self, layer: int, q: torch.Tensor, request_id: str, count: int) -> torch.Tensor:
+        """Return how much the last tokens of a request in the step attend to each of its tokens.
 
-    attend: Attend
-    weights: Callable[[int, torch.Tensor, str, int], torch.Tensor]
+        Tokens of released blocks are left out: `Request.releases` has their positions.
 
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        angles: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the result of `attend`."""
-        return self.attend(layer, q, k, v, angles)
+        Args:
+            layer: index in `Model.kv_specs`, after its call of `attend`.
+            q: queries of the step that `attend` got and has rotated in place.
+            request_id: request of the step.
+            count: number of tokens, at most its tokens in the step.
+
+        Returns:
+            Weights, summed over the tokens: float32 [num_heads, keys].
+        """
 
 
 class Advance(Protocol):

@@ -31,7 +31,7 @@ from hardpoint.plugins.scheduling.step_record import WaitReason
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.plugins.model.forward import Attend, Branch, StepAttention
+    from hardpoint.plugins.model.forward import Attend, AttentionWeights, Branch
     from hardpoint.plugins.sampling.phases import LogitsStage
     from hardpoint.plugins.sampling.rows import DraftedStep, LogitsRequest
 
@@ -157,7 +157,6 @@ class WorkerHalf:
     changes_inputs: ClassVar[bool] = False
     only_users: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
-    reads_weights: ClassVar[bool] = False
     wants_layers: bool = True
     layers: Collection[int] | None = None
 
@@ -193,7 +192,9 @@ class WorkerHalf:
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None: ...
 
-    def around_layers(self, attend: StepAttention) -> Attend:
+    def take_attention_weights(self, weights: AttentionWeights) -> None: ...
+
+    def around_layers(self, attend: Attend) -> Attend:
         return attend
 
     def embedded(self, embedded: torch.Tensor, rows: StepRows) -> torch.Tensor | None:

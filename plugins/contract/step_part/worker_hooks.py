@@ -23,7 +23,7 @@ from hardpoint.plugins.requests.plan import SchedulerOutput
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.plugins.model.forward import Attend, Branch, StepAttention
+    from hardpoint.plugins.model.forward import Attend, AttentionWeights, Branch
     from hardpoint.plugins.sampling.phases import LogitsStage
     from hardpoint.plugins.sampling.rows import DraftedStep, LogitsRequest
 
@@ -223,16 +223,21 @@ class LayerWrapper(Protocol):
 
     Attributes:
         wants_layers: see `InputEmbeddings`.
-        reads_weights: whether it calls `StepAttention.weights`. The start fails with an attention
-            backend without `reports_weights`.
     """
 
     wants_layers: bool = True
-    reads_weights: ClassVar[bool] = False
 
     @abstractmethod
-    def around_layers(self, attend: StepAttention) -> Attend:
+    def around_layers(self, attend: Attend) -> Attend:
         """Return a function that is called instead of `attend` for each layer of the step."""
+
+    def take_attention_weights(self, weights: AttentionWeights) -> None:
+        """Take the attention weights of the step, to be called in its layers.
+
+        Called before `around_layers`. The start fails with an attention backend without
+        `reports_weights`.
+        """
+        return None
 
     def after_layers(self) -> None:
         """Complete the calls of `around_layers`; called after the last layer."""

@@ -30,7 +30,7 @@ from hardpoint.plugins.step_part import (
     StepObserver,
     WorkerStep,
 )
-from hardpoint.plugins.worker_half import StepAttention, WorkerHalfContext
+from hardpoint.plugins.worker_half import AttentionWeights, WorkerHalfContext
 
 
 class SnapKV(StepPart):
@@ -149,8 +149,6 @@ class Selection(RequestFilter, AdmissionGate, PlanData, StepObserver, RequestLif
 class Weights(WorkerStep, LayerWrapper):
     """Adds up the attention weights of the observed tokens, over layers and heads."""
 
-    reads_weights = True
-
     def __init__(self) -> None:
         self._observed: Mapping[str, Observed] = {}
         self._sums: dict[str, torch.Tensor] = {}  # float32 [tokens]
@@ -162,7 +160,11 @@ class Weights(WorkerStep, LayerWrapper):
             if observed.is_first:
                 self._sums.pop(request_id, None)
 
-    def around_layers(self, attend: StepAttention) -> Attend:
+    def take_attention_weights(self, weights: AttentionWeights) -> None:
+        """Take the weights of the step."""
+        self._weights = weights
+
+    def around_layers(self, attend: Attend) -> Attend:
         """Return `attend` with the sums of its weights."""
 
         def attend_and_add(
@@ -174,7 +176,7 @@ class Weights(WorkerStep, LayerWrapper):
         ) -> torch.Tensor:
             out = attend(layer, q, k, v, angles)
             for request_id, observed in self._observed.items():
-                weights = attend.weights(layer, q, request_id, observed.count).sum(0)
+                weights = self._weights(layer, q, request_id, observed.count).sum(0)
                 if (before := self._sums.get(request_id)) is not None:
                     weights[: len(before)] += before
                 self._sums[request_id] = weights

@@ -6,6 +6,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ _STACKS: tuple[tuple[tuple[str, int], ...], ...] = (
     (("self_attn.o_proj", 16),),
 )
 """Linear layers of each layer: names and rows of the stacked matrices."""
+_NUM_HEADS = 2
 _IN_LAYERS = ("around_layers", "embedded", "linear")
 
 Rows = dict[str, np.ndarray]
@@ -144,6 +146,8 @@ class WorkerSteps:
         plain = _Attend()
         attend: Callable[..., torch.Tensor] = plain
         has_around = self._overrides("around_layers")
+        if self._overrides("take_attention_weights"):
+            self._call("take_attention_weights", whole.attention_weights)
         if has_around:
             attend = self._call("around_layers", plain)
             rules.check_function(attend)
@@ -174,7 +178,7 @@ class WorkerSteps:
         plain.calls.clear()
         q, k, v = (
             whole.values(f"{name} {layer}", heads * _HEAD_SIZE).view(-1, heads, _HEAD_SIZE)
-            for name, heads in (("q", 2), ("k", 1), ("v", 1))
+            for name, heads in (("q", _NUM_HEADS), ("k", 1), ("v", 1))
         )
         out = self._checked("around_layers", lambda: attend(layer, q, k, v))
         rules.check_attention(out, q, layer, plain.calls)
@@ -223,7 +227,11 @@ class WorkerSteps:
         Raises:
             Violation: it raised, or changed a plan or another argument that is not a tensor.
         """
-        plain = [value for value in arguments if not isinstance(value, torch.Tensor | _Attend)]
+        plain = [
+            value
+            for value in arguments
+            if not isinstance(value, torch.Tensor | _Attend | MethodType)
+        ]
         before = snapshot(plain) if self._watch else None
         returned = self._checked(method, lambda: getattr(self._half, method)(*arguments))
         if self._watch and snapshot(plain) != before:
@@ -305,6 +313,26 @@ class _Step:
             for index in range(count)
         ]
         return torch.from_numpy(np.stack(rows))
+
+    def attention_weights(
+        self,
+        layer: int,  # noqa: ARG002
+        q: torch.Tensor,  # noqa: ARG002
+        request_id: str,
+        count: int,
+    ) -> torch.Tensor:
+        """Return equal weights, see `AttentionWeights`.
+
+        Raises:
+            ValueError: the step has no such tokens.
+        """
+        sizes = dict(zip(self.names, self._sizes, strict=True))
+        if not 0 < count <= (size := sizes.get(request_id, 0)):
+            raise ValueError(
+                f"attention weights: expected 1 to {size} tokens of {request_id!r}, got {count}"
+            )
+        length = self._firsts[request_id] + size
+        return torch.full((_NUM_HEADS, length), count / length)
 
     def keep(self, label: str, values: torch.Tensor, before_hook: torch.Tensor) -> None:
         plain, end = values.to(torch.float32), 0

@@ -248,7 +248,6 @@ def _start_workers(
         PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
     info = _find_tightest(executor.start(), spec)
-    releases.check_model(parts.halves, info)
     if not info.has_cache and (moving := parts.moves_blocks) is not None:
         raise ConfigError(
             f"{moving} moves blocks of the KV cache, and the model {spec.config.model!r} has none"

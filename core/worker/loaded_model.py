@@ -55,6 +55,7 @@ from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.step_part.worker import MainModel, PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
+from hardpoint.toolkit.kv_blocks.releases import check_layers
 from hardpoint.toolkit.workers.sequences import LoadedSequences, main_sequences
 
 from .ranks import Ranks
@@ -177,8 +178,13 @@ def open_parts(
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
+        attention, plugins = planned.attention, spec.plugins
         for half in [half for half in parts.halves if half.overrides("take_attention_weights")]:
-            planned.attention.check_weights(half.source)
+            attention.check_weights(half.source)
+        for entry in plugins.entries("step_parts"):
+            if plugins.target(entry).releases_blocks:
+                has_states, longest = attention.states is not None, spec.max_model_len
+                check_layers(entry.source, attention.specs, longest, has_states=has_states)
         if spec.num_draft_tokens and samples and parts.verifier is None:
             raise ConfigError(
                 "plugins: a step part drafts tokens, and none verifies drafts; enable a part with "

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hardpoint.errors import RequestError
 from hardpoint.plugins.kv_cache.events import KVEvent
 from hardpoint.plugins.kv_cache.eviction import RetainedBlocks
 from hardpoint.plugins.requests.releases import BlockReleases
@@ -176,7 +177,8 @@ class EngineHalfContext:
             The positions of the blocks; empty if the span has no whole block.
 
         Raises:
-            ValueError: a position that is out of range, or a request with images.
+            RequestError: a request with images or other media.
+            ValueError: a position that is out of range.
             RuntimeError: the part does not have `releases_blocks`.
         """
         if not self.can_release_blocks:
@@ -188,8 +190,8 @@ class EngineHalfContext:
             raise ValueError(f"{name}: at: expected a position from {earliest} on, got {at}")
         if span.step != 1 or not 0 <= span.start <= span.stop <= at:
             raise ValueError(f"{name}: span: expected positions from 0 to {at}, got {span}")
-        if request.source.features:
-            raise ValueError(f"{name}: expected a request without images, got features")
+        if features := request.source.features:
+            raise RequestError(f"{name}: expected a prompt without media, got {len(features)}")
         size = self.block_size
         blocks = range(-(-span.start // size), span.stop // size)
         releases.add(blocks, at, size)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from hardpoint.errors import ConfigError
-from hardpoint.plugins import EngineConfig, Scheduler, StepPart, WorkerInfo
+from hardpoint.plugins import EngineConfig, KVSpec, Scheduler, StepPart
 from hardpoint.plugins.component import Source
 
-__all__ = ["check_model", "check_scheduler"]
+__all__ = ["check_layers", "check_scheduler"]
 
 
 class Half(Protocol):
@@ -46,16 +46,26 @@ def check_scheduler(
             raise ConfigError(f"{moving[0]}: expected none, because {releases}")
 
 
-def check_model(halves: Iterable[Half], info: WorkerInfo) -> None:
-    """Check that all layers of a model have keys and values of all tokens.
+def check_layers(
+    part: Source, specs: Sequence[KVSpec], max_model_len: int, *, has_states: bool
+) -> None:
+    """Check that all layers of a model attend to all tokens.
+
+    Args:
+        part: step part that releases blocks.
+        specs: attention layers.
+        max_model_len: longest request.
+        has_states: whether there are recurrent layers.
 
     Raises:
-        ConfigError: a part releases blocks, and cannot here.
+        ConfigError: there are other layers.
     """
-    for part in [half.source for half in halves if half.part.releases_blocks]:
-        if not info.has_cache or info.has_states or tuple(info.windows) != (None,):
-            raise ConfigError(
-                f"{part} releases blocks of the KV cache (releases_blocks): expected a model with "
-                f"attention to all tokens in each layer, got one with sliding windows, recurrent "
-                f"layers or no KV cache"
-            )
+    windows = [spec.window for spec in specs if spec.window and spec.window < max_model_len]
+    if windows or has_states or not specs:
+        other = "recurrent layers" if has_states else "no KV cache"
+        if windows:
+            other = f"sliding windows of {windows[0]} tokens"
+        raise ConfigError(
+            f"{part} releases blocks of the KV cache (releases_blocks): expected a model with "
+            f"attention to all tokens in each layer, got {other}"
+        )

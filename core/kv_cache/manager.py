@@ -156,7 +156,7 @@ class BlockManager:
         if not self._uses_cache(request):
             return _NO_PREFIX
         size = self.block_size
-        if not (limit := min(request.num_tokens - 1, request.num_plain_tokens) // size):
+        if not (limit := (request.num_plain_tokens - 1) // size):  # a step ends at each release
             return _NO_PREFIX
         hashes = self._hashes.of(request, limit)
         length, tables = _longest_prefix(self.groups, self.pool.index, hashes, limit, size)

@@ -408,3 +408,9 @@ class Limitless(Default, contract=2):
     """Does not declare the limit of waiting tokens."""
 
     limits_waiting_tokens = False
+
+
+class WithoutReleases(Default, contract=2):
+    """Does not declare that it ends steps at releases."""
+
+    releases_blocks = False

@@ -42,3 +42,44 @@ class Windows(AdmissionGate, PlanData, RequestLifecycle):
     def ended(self, request_id):
         self.live.pop(request_id, None)
         self.last.pop(request_id, None)
+
+
+class Undeclared(StepPart):
+    contract = 1
+
+    def engine_half(self, context):
+        return AtOnce(context, range(4), 20)
+
+
+class TooLate(StepPart):
+    contract = 1
+    releases_blocks = True
+
+    def engine_half(self, context):
+        return AtOnce(context, range(0), 1)
+
+
+class Beyond(StepPart):
+    contract = 1
+    releases_blocks = True
+
+    def engine_half(self, context):
+        return AtOnce(context, range(31), 30)
+
+
+class AtOnce(PlanData):
+    """Releases a span of the first request of each plan."""
+
+    def __init__(self, context, span, at):
+        self.context, self.span, self.at = context, span, at
+        self.live = {}
+
+    def gate(self, request):
+        self.live[request.request_id] = request
+
+    def begin(self, plan):
+        for name in plan.num_scheduled_tokens:
+            self.context.release_blocks(self.live[name], self.span, self.at)
+
+    def ended(self, request_id):
+        self.live.pop(request_id, None)

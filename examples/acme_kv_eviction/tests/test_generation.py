@@ -97,8 +97,8 @@ def test_streaming_llm_attends_to_the_first_and_the_last_tokens(folder, budget):
     prompts = [prompt(50), prompt(7, seed=1)]
     with LLM(config=config(folder, scheduler={"max_num_batched_tokens": budget})) as llm:
         tokens = generate(llm, prompts, "streaming_llm", STREAMING)
-    for row, each in zip(tokens, prompts, strict=True):
-        assert row == reference(folder, each["prompt_token_ids"], released_by_streaming)
+    for row, item in zip(tokens, prompts, strict=True):
+        assert row == reference(folder, item["prompt_token_ids"], released_by_streaming)
 
 
 def test_snap_kv_attends_to_the_best_blocks_of_the_prompt(folder):
@@ -111,7 +111,7 @@ def test_snap_kv_attends_to_the_best_blocks_of_the_prompt(folder):
 
 
 def test_a_long_output_holds_few_blocks(folder):
-    num_blocks, most = 128, 0.0
+    num_blocks, peak = 128, 0.0
     table = {"kv_cache": {"block_size": BLOCK, "num_blocks": num_blocks}}
     params = SamplingParams(
         temperature=0, max_tokens=300, ignore_eos=True, plugin_args={"streaming_llm": STREAMING}
@@ -119,8 +119,8 @@ def test_a_long_output_holds_few_blocks(folder):
     with LLM(config=config(folder, **table)) as llm:
         for output in llm.stream(prompt(100), params):
             if not output.finished:
-                most = max(most, llm.engines.scheduler_stats().kv_cache_usage)
-    assert most * num_blocks == sum(STREAMING.values()) / BLOCK  # 400 tokens have 100 blocks
+                peak = max(peak, llm.engines.scheduler_stats().kv_cache_usage)
+    assert peak * num_blocks == sum(STREAMING.values()) / BLOCK  # 400 tokens have 100 blocks
 
 
 def test_an_attention_backend_without_weights_is_refused(folder):

@@ -10,7 +10,6 @@ from hardpoint.host.boundary.kv_cache import Eviction
 from hardpoint.plugins import EngineCoreRequest, Request, RequestStatus
 from hardpoint.plugins.kv_cache import BlockIds, CachedPrefix, KVCacheGroup, KVEvent
 from hardpoint.plugins.kv_cache.manager import BlockNeeds
-from hardpoint.plugins.requests.releases import BlockRelease
 from hardpoint.plugins.requests.stats import PrefixCacheStats
 
 from .block_hashes import BlockHashes, PartKeys
@@ -225,7 +224,12 @@ class BlockManager:
         blocks = self._blocks[request]
         end = request.num_computed_tokens + num_new_tokens
         if request.releases is not None:
-            self._release(request.releases.all, request.num_computed_tokens, blocks)
+            position, done = request.num_computed_tokens, blocks.num_releases
+            for columns in request.releases.until(position, done):
+                blocks.num_releases, blocks.next_caching = blocks.num_releases + 1, _NEVER
+                for table in blocks.tables:
+                    self.pool.release(table[slice(*columns)])
+                    del table[slice(*columns)]
         if end < blocks.next_caching and end + num_lookahead_tokens <= blocks.capacity:
             return ()
         new = self._grow(request, blocks, end + num_lookahead_tokens)
@@ -374,17 +378,6 @@ class BlockManager:
             blocks.num_passed[group] = i + 1
         self.pool.forget(dropped)
         self.pool.release(released)
-
-    def _release(
-        self, releases: Sequence[BlockRelease], position: int, blocks: _RequestBlocks
-    ) -> None:
-        """Release the blocks that the token at a position does not attend to."""
-        while releases[blocks.num_releases :] and releases[blocks.num_releases].at <= position:
-            first, end = releases[blocks.num_releases].columns
-            blocks.num_releases, blocks.next_caching = blocks.num_releases + 1, _NEVER
-            for table in blocks.tables:
-                self.pool.release(table[first:end])
-                del table[first:end]
 
     def _cache_full_blocks(self, request: Request, blocks: _RequestBlocks, end: int) -> None:
         """Add the blocks to the index that known tokens before position `end` fill."""

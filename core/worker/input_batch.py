@@ -17,6 +17,7 @@ from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
 from hardpoint.plugins.sampling.rows import Added
 from hardpoint.toolkit.batches.packed_step import IntArray, PackedStep
 from hardpoint.toolkit.batches.spans import Spans
+from hardpoint.toolkit.batches.table_columns import remove_columns
 from hardpoint.toolkit.batches.update_builder import BatchUpdateBuilder
 from hardpoint.typed import ReadOnlyDict
 
@@ -143,12 +144,9 @@ class InputBatch:
     def release_columns(self, request_id: str, columns: Iterable[tuple[int, int]]) -> None:
         """Remove columns of a request's tables, one range after the other."""
         row = self._row_of[request_id]
-        for first, end in columns:
-            held, count = self._num_blocks[row], end - first
-            self._blocks[:, row, first : held - count] = self._blocks[:, row, end:held].copy()
-            self._blocks[:, row, held - count : held] = 0
-            self._num_blocks[row] -= count
-            self._num_released[row] += count * self.block_size
+        count = remove_columns(self._blocks[:, row], int(self._num_blocks[row]), columns)
+        self._num_blocks[row] -= count
+        self._num_released[row] += count * self.block_size
 
     def remove(self, request_ids: frozenset[str]) -> None:
         """Remove the requests that are in the batch; skip others."""

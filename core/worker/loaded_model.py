@@ -55,7 +55,7 @@ from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.step_part.worker import MainModel, PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
-from hardpoint.toolkit.kv_blocks.releases import check_layers
+from hardpoint.toolkit.kv_blocks.releases import check_attention
 from hardpoint.toolkit.workers.sequences import LoadedSequences, main_sequences
 
 from .ranks import Ranks
@@ -178,13 +178,10 @@ def open_parts(
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
-        attention, plugins = planned.attention, spec.plugins
-        for half in [half for half in parts.halves if half.overrides("take_attention_weights")]:
-            attention.check_weights(half.source)
-        for entry in plugins.entries("step_parts"):
-            if plugins.target(entry).releases_blocks:
-                has_states, longest = attention.states is not None, spec.max_model_len
-                check_layers(entry.source, attention.specs, longest, has_states=has_states)
+        entries, target = spec.plugins.entries("step_parts"), spec.plugins.target
+        releasing = [entry.source for entry in entries if target(entry).releases_blocks]
+        reading = [h.source for h in parts.halves if h.overrides("take_attention_weights")]
+        check_attention(releasing, reading, planned.attention, spec.max_model_len)
         if spec.num_draft_tokens and samples and parts.verifier is None:
             raise ConfigError(
                 "plugins: a step part drafts tokens, and none verifies drafts; enable a part with "

@@ -33,6 +33,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.process.executor import LateOutput
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
+from hardpoint.toolkit.kv_blocks.releases import StepWeights
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch
@@ -203,9 +204,8 @@ class ModelRunner:
     ) -> ForwardBatch:
         attend = self.attention.of_step(self._caches, step.attention)
         if self.parts.wants_layers:
-            inputs = self._caches, step.attention, step.requests
-            weights = functools.partial(self.attention.weights, *inputs)
-            attend = self.parts.around_layers(attend, weights)
+            inputs = self.attention, self._caches, step.attention, step.requests
+            attend = self.parts.around_layers(attend, StepWeights(*inputs))
         if self.on_forward is not None:
             self.on_forward()
         types, recur = step.token_types, self.attention.recurrence(self._caches, step.attention)

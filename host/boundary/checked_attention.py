@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hardpoint.errors import ConfigError, ModelError, PluginFaultError
-from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, LogitsRequest, Wrapper
+from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, Wrapper
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.executor import WorkerInfo
 from hardpoint.plugins.model import Attend, Recur
@@ -196,43 +196,6 @@ class CheckedAttention:
             return self.attend(layer, caches[layer], plans[layer], (q, k, v), angles)
 
         return attend
-
-    def weights(
-        self,
-        caches: Sequence[Any],
-        steps: Sequence[AttentionStep],
-        requests: Sequence[LogitsRequest],
-        layer: int,
-        q: torch.Tensor,
-        request_id: str,
-        count: int,
-    ) -> torch.Tensor:
-        """Return attention weights; see `AttentionWeights`.
-
-        Raises:
-            PluginFaultError: the backend returned something else.
-        """
-        step, spec = steps[self.group_of[layer]], self.specs[layer]
-        row = [request.request_id for request in requests].index(request_id)
-        end, shape = step.query_starts[row + 1], (spec.num_heads, int(step.seq_lens[row]))
-        queries = q[end - count : end]
-        weights = self.backend.attention_weights(spec, caches[layer], step, row, queries)
-        if (getattr(weights, "shape", None), weights.dtype) != (shape, torch.float32):
-            expected = f"a float32 tensor {list(shape)}"
-            raise wrong_result(self.source, "attention_weights", weights, expected)
-        return weights
-
-    def check_weights(self, reader: Source) -> None:
-        """Check that the backend reports weights, which a step part reads.
-
-        Raises:
-            ModelError: it does not.
-        """
-        if not self.backend.reports_weights:
-            raise ModelError(
-                f"attention.use: {self.source} has no attention weights (reports_weights), which "
-                f'{reader} reads; "torch" has them'
-            )
 
     def attend(
         self,

@@ -67,6 +67,11 @@ class BlockReleases:
         end = bisect_right(self.all, position, key=_AT)
         return [release.columns for release in self.all[first:end]]
 
+    def until(self, position: int, skip: int = 0) -> Sequence[tuple[int, int]]:
+        """Return the columns of releases up to the token at a position, without the first ones."""
+        count = bisect_right(self.all, position, key=_AT)
+        return [release.columns for release in self.all[skip:count]]
+
     def num_before_next(self, position: int) -> int:
         """Return how many tokens from a position on a step can compute, up to the next release."""
         following = bisect_right(self.all, position, key=_AT)

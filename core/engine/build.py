@@ -19,8 +19,8 @@ from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import close_all
-from hardpoint.host.boundary.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.host.boundary.kv_cache import KVEventFanout
+from hardpoint.host.boundary.faults import CALL_LOST, StepFaults
+from hardpoint.host.boundary.kv_cache import KVEventFanout, open_publishers
 from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.boundary.parts.opening import open_parts
@@ -35,7 +35,6 @@ from hardpoint.plugins import (
     EvictionPolicy,
     Executor,
     ExecutorContext,
-    PublisherContext,
     Scheduler,
     SchedulerContext,
     StepRecord,
@@ -104,9 +103,7 @@ def build_core(
         policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
         close_if_failed(undo, policy.close)
         rank = spec.place.rank
-        publishers = create_all(
-            plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
-        )
+        publishers = open_publishers(plugins, faults, rank)
         kv_events = KVEventFanout(publishers, time.time, rank, follow_cache)
         close_if_failed(undo, kv_events.close)
         blocks = BlockMetadata(clock)

@@ -153,10 +153,6 @@ class OutputProcessor:
         """Return which completion of its prompt an internal id is."""
         return self._states[request_id].index
 
-    def parents(self) -> list[ParentRequest]:
-        """Return every live prompt."""
-        return list(self.parents_of(None))
-
     def parents_of(self, request_ids: Collection[str] | None) -> dict[ParentRequest, set[str]]:
         """Return the live prompts of internal ids, with the plugins that get arguments of them.
 

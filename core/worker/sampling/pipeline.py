@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -275,19 +276,12 @@ class LogitsPipeline:
             row: row that `fork_device_state` will fill.
             seen: distribution of the token, for processors that observe; None without such ones.
         """
-        view = LogitsRequest(
-            request_id=source.request_id,
-            prompt_token_ids=source.prompt_token_ids,
+        view = replace(
+            source,
             output_token_ids=ReadOnlyList([*source.output_token_ids, draft]),
-            params=source.params,
-            stop_token_ids=source.stop_token_ids,
-            child_index=source.child_index,
-            arguments=source.arguments,
             row=row,
-            sampler_arguments=source.sampler_arguments,
             draft_of=source.draft_of or source,
             state=ReadOnlyDict(),
-            generation=source.generation,
         )
         for name, state in source.state.items():
             runner = self._runner_of(name, source)

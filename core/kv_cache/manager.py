@@ -148,7 +148,7 @@ class BlockManager:
 
     def take_hashes(self, request: Request, hashes: list[bytes]) -> None:
         """Store the result of `hash_prompt` for a live request that has no blocks yet."""
-        self._hashes.store(request, hashes)
+        self._hashes.by_request.setdefault(request, hashes)
 
     def lookup(self, request: Request) -> CachedPrefix:
         """Return a request's longest cached prefix that leaves at least one token to compute."""

@@ -35,10 +35,9 @@ from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
-from .input_batch import InputBatch
+from .input_batch import InputBatch, StepInput
 from .late_tokens import LateTokens
 from .ranks import Ranks
-from .step_input import StepInput
 
 _Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
 """Plan, tokens, hidden states and experts of a step whose tokens are not sampled yet."""
@@ -294,11 +293,6 @@ class ModelRunner:
             for request, tokens in zip(requests, shared, strict=True):
                 for token in tokens:
                     self._batch.append(request.request_id, token)
-
-    @torch.inference_mode()
-    def run_dummy(self) -> None:
-        """Run a step of one token without a cache."""
-        self.model.run_trial(1, 1)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""

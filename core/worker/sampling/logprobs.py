@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from hardpoint.core.worker.step_input import StepInput
-from hardpoint.host.system.transfers import fetch
+from hardpoint.core.worker.input_batch import StepInput
 from hardpoint.plugins.device import to_device
+from hardpoint.plugins.process.device import HostCopy
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.toolkit.logits_calls.logprobs import logprob_tensors, token_logprobs
 
@@ -67,7 +67,7 @@ def prompt_logprobs(
 
 
 def _read(held: list[_Part]) -> None:
-    lists = iter(fetch([tensor for part in held for tensor in part.tensors]))
+    lists = iter(HostCopy([tensor for part in held for tensor in part.tensors]).read())
     for part in held:
         values = [next(lists) for _ in part.tensors]
         part.entries.extend(token_logprobs(values, part.tokens, part.counts))

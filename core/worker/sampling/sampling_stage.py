@@ -86,6 +86,7 @@ class _StepRows:
     """The rows of a step, for as long as they stay the same.
 
     Attributes:
+        requests: one per row.
         with_logprobs: rows of requests that ask for log-probabilities.
         logprob_counts: how many most likely tokens each of these asks for.
         given: the tokens that each of these names.
@@ -100,7 +101,7 @@ class _StepRows:
         draws: bool,
     ) -> None:
         self._key = key
-        self._requests = list(requests)
+        self.requests = list(requests)
         self._device = device
         greedy = [r.params.greedy for r in requests]
         self._greedy = to_device(greedy, device)
@@ -123,12 +124,9 @@ class _StepRows:
         if len(all_params) < len(requests):
             self._logprob_index = to_device(self.with_logprobs, device)
 
-    def are_of(self, requests: Sequence[LogitsRequest]) -> bool:
-        return self._requests == requests  # compares identities: LogitsRequest has no equality
-
     def for_sampler(self) -> SamplingRows:
-        count = len(self._requests)
-        lengths = (len(request.output_token_ids) for request in self._requests)
+        count = len(self.requests)
+        lengths = (len(request.output_token_ids) for request in self.requests)
         return SamplingRows(
             self._greedy,
             self._all_greedy,
@@ -137,7 +135,7 @@ class _StepRows:
             to_device(np.fromiter(lengths, np.int64, count), self._device),
             self._arguments,
             self._columns,
-            [request.state.get(self._key) for request in self._requests] if self._key else (),
+            [request.state.get(self._key) for request in self.requests] if self._key else (),
         )
 
     def of_logprobs(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +216,7 @@ class SamplingStage:
         Raises:
             PluginFaultError: the sampler failed, or a plugin with faults of scope engine.
         """
-        if not self._rows.are_of(requests):
+        if self._rows.requests != requests:  # compares identities: LogitsRequest has no equality
             self._rows = _StepRows(requests, self.device, self.states_key, draws=self.sampler.draws)
         if self._rows.with_logprobs and not self._processed_logprobs:
             part = self._rows.of_logprobs(logits)

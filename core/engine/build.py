@@ -81,14 +81,9 @@ def build_core(
     """Load the model and build the engine core. If a part fails, the others are closed.
 
     Args:
-        spec: specification of its workers.
-        hooks: hooks that are called in the engine.
-        config_sources: for messages.
-        clock: seconds.
         activity: records the engine's activity; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         follow_cache: is called with the events of the KV cache, besides publishers.
-        open_inputs: opens the record/replay hook.
 
     Raises:
         ConfigError: the KV cache does not fit; the message names the size that would.

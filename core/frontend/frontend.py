@@ -213,7 +213,6 @@ class Frontend:
         """Return the error of a dead engine; it names the requests that may be responsible.
 
         Args:
-            error: error that ended the engine.
             in_step: internal ids of the requests of the step that ended it; None is all.
         """
         reported = engine_dead(error)

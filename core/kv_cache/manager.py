@@ -415,9 +415,7 @@ def _longest_prefix(
 
     Args:
         indices: per group, hash to block id.
-        hashes: hashes of the request's blocks.
         limit: longest prefix to consider, in blocks.
-        block_size: tokens per block.
     """
     full: dict[int, list[int]] = {}
     for group, (spec, index) in enumerate(zip(groups, indices, strict=True)):

@@ -87,8 +87,6 @@ class InputBatch:
 
         Args:
             max_num_seqs: rows.
-            max_model_len: tokens of a row.
-            block_size: tokens per block.
             num_groups: KV cache groups; each has a block table for each row.
             packs: whether a step's tensors are parts of one, which one copy takes to a device.
         """
@@ -131,7 +129,6 @@ class InputBatch:
         """Add a request in the lowest free row.
 
         Args:
-            request: to add.
             output_token_ids: the request's live list.
             block_ids: its block table, one per group.
             num_computed_tokens: number of tokens with keys and values in these blocks.

@@ -141,11 +141,6 @@ def open_parts(
     """Build the worker halves of the step parts.
 
     Args:
-        spec: spec of the worker.
-        planned: the loaded model.
-        ops: operations of its layers.
-        ranks: the ranks of the model.
-        activity: records the methods that run.
         prepare_again: see `LoadedModel`.
 
     Raises:

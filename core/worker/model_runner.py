@@ -229,7 +229,6 @@ class ModelRunner:
         """Sample from the hidden states that `execute` computed.
 
         Args:
-            bitmask: tokens that grammars allow.
             overlaps: whether the next step may be launched before the tokens are on the host.
 
         Returns:
@@ -313,7 +312,6 @@ class ModelRunner:
         A processor that follows the batch gets the update of the next step after these tokens.
 
         Args:
-            hidden: hidden states of all tokens of the step.
             last: int64 [requests]; the row of each request's last token.
         """
         assert self._sampling is not None

@@ -60,12 +60,7 @@ class Ranks:
         self.have_met = False
 
     def meet(self, connect: Connect, place: EnginePlace = ONLY_ENGINE) -> None:
-        """Meet the other ranks; `abort` ends this, too.
-
-        Args:
-            connect: makes communicators.
-            place: place of its engine.
-        """
+        """Meet the other ranks; `abort` ends this, too."""
         config = self._config
         stage, tensor_rank = divmod(self.rank, config.tensor)
         tensor: Communicator = SingleRank()

@@ -54,8 +54,6 @@ def guarded_policy(
     """Return a policy that decides as fcfs does where another one fails; it shows that one views.
 
     Args:
-        policy: to guard.
-        report: is called with each fault.
         calls: call the policy's methods; without them, they are called directly.
         arguments: convert the arguments of its requests; without them, requests have none.
     """

@@ -31,8 +31,6 @@ def padded_step(
     The attention of `CheckedModel.run_trial` needs none.
 
     Args:
-        attention: attention of the model's layers, which pads.
-        device: device of the model.
         max_model_len: tokens of a sequence.
         block_size: tokens per block.
         num_seqs: sequences of the step, each with one token.
@@ -88,8 +86,6 @@ def trial_bytes(
     """Return the bytes that trial steps need at once on a GPU.
 
     Args:
-        model: model with loaded weights.
-        device: device of the model.
         num_tokens: tokens of a step without a cache.
         num_rows: hidden states to compute logits of.
         padded: another step, of padding; None if there is none. Its failure is logged alone, and

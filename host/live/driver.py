@@ -33,11 +33,9 @@ def steps(
     """Run a change: prepared everywhere, then committed everywhere, or undone everywhere.
 
     Args:
-        change: the change.
         frontend: the changes of the frontend, which switches last.
         restarts: switches what engines are started with, which comes first: one whose start ends
             during the commit has the change.
-        plugins: its plugins.
         seconds: time to prepare it in all processes.
 
     Raises:

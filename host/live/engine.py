@@ -53,7 +53,6 @@ class EngineChanges:
         """Run an action of a change; for "state", return the names of the pending slots.
 
         Args:
-            action: the action to run.
             change: the change, for "prepare"; else None.
 
         Raises:

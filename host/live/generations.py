@@ -72,8 +72,6 @@ class GenerationChanges(Generic[C]):
         """Replace components of `plugins`.
 
         Args:
-            use: lets others be called.
-            close: closes components.
             users_of: returns the ids of requests for which calls of a component are still to come.
             closes_later: whether a change closes what those before it have replaced, because
                 requests that are being prepared, or validated, may still use what it replaces.

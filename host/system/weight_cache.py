@@ -89,8 +89,6 @@ class WeightCache:
         """Write the weights of a model that has loaded them, in a thread, a little later.
 
         Args:
-            key: key of the weights.
-            model: model that has them.
             quantized: description of the quantized matrices, which later starts log.
         """
         if self._folder is None or (tensors := model.packed_weights()) is None:
@@ -226,7 +224,6 @@ def _make_room(folder: Path, limit: int, keep: Path) -> None:
     """Remove files of the cache, least recently used first, until they have `limit` bytes.
 
     Args:
-        folder: folder of the cache.
         limit: limit of all files but one.
         keep: the file that does not count, which is about to be replaced.
     """

@@ -155,7 +155,6 @@ class PluginArguments:
         Also fills in `reasoning_ended`, and the fields for step parts.
 
         Args:
-            request: to fill in.
             tools: JSON schemas of arguments, by the name of the tool.
             calls: calls of the tools that a grammar allows.
 

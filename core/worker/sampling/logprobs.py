@@ -36,8 +36,6 @@ def prompt_logprobs(
     """Return the log-probabilities of the prompt tokens that a step predicts, by request.
 
     Args:
-        step: step with computed hidden states.
-        device: device of the logits.
         compute_logits: returns float32 logits of rows of the step; the next call may overwrite
             them.
     """

@@ -217,7 +217,6 @@ class LogitsPipeline:
         Args:
             requests: requests of the rows of `observing_rows` that got a token, their last one.
             tokens: on the host.
-            seen: distributions of the tokens.
 
         Returns:
             The requests that end.
@@ -272,7 +271,6 @@ class LogitsPipeline:
 
         Args:
             source: the request, or its view after the drafts before.
-            draft: the token.
             row: row that `fork_device_state` will fill.
             seen: distribution of the token, for processors that observe; None without such ones.
         """

@@ -171,7 +171,6 @@ class SamplingStage:
 
         Args:
             copy_to_host: see `Ops`.
-            device: device of the logits.
             processed_logprobs: whether log-probabilities are of the processed logits.
         """
         self._copy_to_host = copy_to_host
@@ -386,9 +385,6 @@ def open_stage(
     """Build the logits processors and the sampler of a worker.
 
     Args:
-        spec: spec of the worker.
-        ops: operations of the model.
-        activity: records the methods of plugins that run.
         observed_states: states of logits processors of an earlier model.
 
     Raises:

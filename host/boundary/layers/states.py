@@ -80,7 +80,6 @@ class LayerStates:
         """Return the states of each layer, tensors [num_states, ...], of blocks with adjacent ids.
 
         Args:
-            num_states: number of the blocks.
             first_block: id of the first one.
         """
         self._first_block = first_block
@@ -137,8 +136,6 @@ def check_states_fit(config: EngineConfig, num_draft_tokens: int, model: Source)
     """Check that nothing is configured that needs more states than are kept.
 
     Args:
-        config: the engine's.
-        num_draft_tokens: most drafts of a request and a step.
         model: source of a model that has layers with states.
 
     Raises:

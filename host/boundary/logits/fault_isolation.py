@@ -95,7 +95,6 @@ class FaultIsolation:
 
         Args:
             logits: float32 [rows, vocab], of `recompute`.
-            index: index of the row.
         """
         request = self._requests[index]
         masked = index in self._masked

@@ -143,8 +143,6 @@ def opener(
 
     Args:
         about: fields of the context of the parts, besides the configuration.
-        context: returns the context of a part's half.
-        cls: class that calls a half.
         bind: returns an object of it, which closes the half and its part.
     """
 

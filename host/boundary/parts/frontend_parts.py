@@ -419,10 +419,8 @@ def frontend_parts(
     A part of a class without `frontend_half` is not built here.
 
     Args:
-        plugins: the enabled plugins.
         about: fields of the context of the parts.
         vocabulary: see `FrontendHalfContext`.
-        vocab_size: size of the model's vocabulary.
         encode, clock, send_stats, tokenizer: see `FrontendHalfContext`.
 
     Raises:

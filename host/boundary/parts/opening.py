@@ -32,9 +32,7 @@ def open_parts(
     """Build the engine's halves of all enabled parts, in their order.
 
     Args:
-        plugins: the enabled plugins.
         about: fields of the context of the parts.
-        context: context of the halves.
         faults: counts the faults of scope *step*.
 
     Raises:
@@ -73,10 +71,7 @@ def open_worker_parts(
     """Build the worker halves of all enabled parts, in their order.
 
     Args:
-        plugins: the enabled plugins.
         about: fields of the context of the parts.
-        context: context of the halves.
-        activity: records the methods that run.
         samples: whether this rank gives the result of a step.
 
     Raises:

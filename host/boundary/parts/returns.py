@@ -92,10 +92,8 @@ def drafts_defect(drafts: Any, users: Collection[str], limit: int, vocab_size: i
     """Return the defect of drafts, as the end of a sentence; None if they have none.
 
     Args:
-        drafts: the result of drafts().
         users: requests that use the part.
         limit: the part's num_draft_tokens.
-        vocab_size: vocabulary size of the model.
     """
     if not isinstance(drafts, Mapping):
         return f"gave {shown(drafts)}, expected token ids by request id"
@@ -117,7 +115,6 @@ def draft_limits_defect(limits: Any, drafts: Mapping[str, Sequence[int]]) -> str
     """Return the defect of numbers of drafts, as the end of a sentence; None if they have none.
 
     Args:
-        limits: the result of limit_drafts().
         drafts: its argument.
     """
     if not isinstance(limits, Mapping):
@@ -134,7 +131,6 @@ def result_defect(faults: Any, users: Collection[str]) -> str | None:
     """Return the defect of a part's answer to a result, as the end of a sentence; None if none.
 
     Args:
-        faults: the result of result().
         users: requests that use the part, also the ones that have ended since their plan.
     """
     if faults is None:
@@ -151,7 +147,6 @@ def faults_defect(faults: Any, users: Collection[str]) -> str | None:
     """Return the defect of faults by request, as the end of a sentence; None if they have none.
 
     Args:
-        faults: the result of workers_started().
         users: requests that use the part.
     """
     if isinstance(faults, Mapping) and all(

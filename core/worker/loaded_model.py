@@ -331,7 +331,12 @@ def _config_of(config: EngineConfig, model: str) -> EngineConfig:
 
 
 class ReloadedModel:
-    """The share of a rank of the model with other weights; see the contract's `PreparedModel`."""
+    """The share of a rank of the model with other weights; see the contract's `PreparedModel`.
+
+    Args:
+        plan: builds the model without weights.
+        use: lets the worker run with the model; the spec describes it then.
+    """
 
     def __init__(
         self,
@@ -340,12 +345,6 @@ class ReloadedModel:
         plan: Callable[[WorkerSpec], PlannedModel],
         use: Callable[[PlannedModel, WorkerSpec], None],
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            plan: builds the model without weights.
-            use: lets the worker run with the model; the spec describes it then.
-        """
         self._spec = dataclasses.replace(spec, progress=no_progress)
         self._loader, self._plan, self._use = loader, plan, use
         self._planned: PlannedModel | None = None

@@ -24,6 +24,10 @@ the placement that follows them.
 class Ranks:
     """This rank's place among the ranks that share the model.
 
+    Args:
+        placement: placement of all ranks; None if there is one.
+        asynchronous: whether steps are planned ahead.
+
     Attributes:
         rank: in the engine.
         parallel: the share of the model that this rank computes, once the ranks have met.
@@ -42,12 +46,6 @@ class Ranks:
         *,
         asynchronous: bool = False,
     ) -> None:
-        """Meet no rank yet.
-
-        Args:
-            placement: placement of all ranks; None if there is one.
-            asynchronous: whether steps are planned ahead.
-        """
         self.rank = rank
         self.are_many = config.world_size > 1
         self.is_output = rank == config.output_rank

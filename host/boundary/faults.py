@@ -23,7 +23,12 @@ _WITHOUT = "the engine goes on without it"
 
 
 class StepFaults:
-    """Counts the faults of plugins of scope *step*."""
+    """Counts the faults of plugins of scope *step*.
+
+    Args:
+        ends_engine: names of the plugins with faults of scope engine (`plugins.on_error`).
+        slow_seconds: above which a plugin's time in a step is counted; 0 is never.
+    """
 
     def __init__(
         self,
@@ -31,12 +36,6 @@ class StepFaults:
         slow_seconds: float = 0.0,
         activity: Activity | None = None,
     ) -> None:
-        """Start without faults.
-
-        Args:
-            ends_engine: names of the plugins with faults of scope engine (`plugins.on_error`).
-            slow_seconds: above which a plugin's time in a step is counted; 0 is never.
-        """
         self._ends_engine = frozenset(ends_engine)
         self._slow_seconds = slow_seconds
         self._activity = activity or Activity()

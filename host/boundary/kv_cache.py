@@ -95,7 +95,13 @@ def _describe_wrong(count: int, answer: Sequence[int], candidates: Collection[in
 
 
 class KVEventFanout:
-    """Passes the events of each step to all publishers, guarded, also if one of them fails."""
+    """Passes the events of each step to all publishers, guarded, also if one of them fails.
+
+    Args:
+        publishers: each with the reporter of its faults and its calls, in the order of calls.
+        wall_clock: seconds since 1970.
+        follow: is called with the events after the publishers.
+    """
 
     def __init__(
         self,
@@ -104,13 +110,6 @@ class KVEventFanout:
         data_parallel_rank: int = 0,
         follow: Callable[[Sequence[KVEvent]], None] | None = None,
     ) -> None:
-        """Store the publishers.
-
-        Args:
-            publishers: each with the reporter of its faults and its calls, in the order of calls.
-            wall_clock: seconds since 1970.
-            follow: is called with the events after the publishers.
-        """
         self._publishers = [
             guard(publisher, calls.kind, report, calls) for publisher, report, calls in publishers
         ]

@@ -151,12 +151,6 @@ class PolicyArguments:
     """
 
     def __init__(self, entry: PluginEntry, cls: Any, options: Any, vocab_size: int) -> None:
-        """Create the defaults, for requests without arguments.
-
-        Args:
-            cls: its class.
-            vocab_size: vocabulary size of the model.
-        """
         self.takes_any = takes_arguments(cls)
         self.key = argument_key(_KIND, entry.name)
         self.cls = cls

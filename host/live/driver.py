@@ -154,15 +154,14 @@ def _switch(of: weakref.ref[Owner[P]], before: P, after: P) -> Switch:
 
 
 class ChangeOwner(Generic[P]):
-    """The live changes of a frontend, one at a time: its own ones, with its engines, or others'."""
+    """The live changes of a frontend, one at a time: its own ones, with its engines, or others'.
+
+    Args:
+        owner: the owner, which keeps this; it closes as soon as no one keeps it.
+        lingers: as in `LiveChange`.
+    """
 
     def __init__(self, owner: Owner[P], slots: Sequence[Slot], *, lingers: bool) -> None:
-        """Change the parts of an owner.
-
-        Args:
-            owner: the owner, which keeps this; it closes as soon as no one keeps it.
-            lingers: as in `LiveChange`.
-        """
         self._owner = weakref.ref(owner)
         self._changes, self._lingers = Changes(slots), lingers
         self._restarts = Switch(lambda _: None)

@@ -46,15 +46,14 @@ class _FolderError(UnusableFileError):
 
 
 class WeightCache:
-    """A folder of packed weights."""
+    """A folder of packed weights.
+
+    Args:
+        config: the folder and its limit.
+        num_ranks: number of ranks that keep files of one model there.
+    """
 
     def __init__(self, config: WeightCacheConfig, num_ranks: int = 1) -> None:
-        """Find the folder; nothing is opened yet.
-
-        Args:
-            config: the folder and its limit.
-            num_ranks: number of ranks that keep files of one model there.
-        """
         self._limit, self._num_ranks = config.max_bytes, num_ranks
         self._folder = cache_folder(config)
         self._writer: _Writer | None = None

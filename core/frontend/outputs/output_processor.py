@@ -56,12 +56,6 @@ class OutputProcessor:
         stream_interval: int = 1,
         step_parts: FrontendParts | None = None,
     ) -> None:
-        """The tokenizer decodes all texts.
-
-        Args:
-            stream_interval: outputs between the first and the last wait for so many new tokens.
-            step_parts: observe all outputs, and validate answers.
-        """
         self._tokenizer = tokenizer
         self._step_parts = step_parts or FrontendParts()
         self._observers = self._step_parts.observers

@@ -78,7 +78,11 @@ class CallRules(typed.Strict):
 
 
 class PluginArguments:
-    """Gathers, checks and completes each request's arguments for each component."""
+    """Gathers, checks and completes each request's arguments for each component.
+
+    Args:
+        parts: frontend halves of step parts, which complete requests.
+    """
 
     def __init__(
         self,
@@ -88,11 +92,6 @@ class PluginArguments:
         tokenizer: Tokenizer,
         parts: FrontendParts,
     ) -> None:
-        """Load the classes; instances live elsewhere.
-
-        Args:
-            parts: frontend halves of step parts, which complete requests.
-        """
         self._parts = parts
         self._health = health
         self._vocab_size = vocab_size

@@ -28,6 +28,11 @@ from .grammar_mask import GrammarMask
 class LogitsPipeline:
     """Runs processors in their order. A processor that no row uses costs nothing in a step.
 
+    Args:
+        runners: in the order in which they run.
+        sampler: keeps the states of the sampler; None without any.
+        observed_states: states of requests from before; None if there are none.
+
     Attributes:
         runners: runners of all processors, in the order in which they run.
         batch_size: rows of the worker's batch.
@@ -43,13 +48,6 @@ class LogitsPipeline:
         observed_states: ObservedStates | None = None,
         sampler: ProcessorRunner | None = None,
     ) -> None:
-        """Join processors.
-
-        Args:
-            runners: in the order in which they run.
-            sampler: keeps the states of the sampler; None without any.
-            observed_states: states of requests from before; None if there are none.
-        """
         self.observed_states = ObservedStates() if observed_states is None else observed_states
         self.batch_size = 0
         self._device = device

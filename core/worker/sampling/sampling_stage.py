@@ -155,6 +155,10 @@ class SamplingStage:
     - check, repeated while a row is bad: for each row without a finite choice, its processors are
       tried on that row alone, and run row by row in all other rows; rows are checked after each
       batch-level processor.
+
+    Args:
+        copy_to_host: see `Ops`.
+        processed_logprobs: whether log-probabilities are of the processed logits.
     """
 
     def __init__(
@@ -167,12 +171,6 @@ class SamplingStage:
         calls: PluginCalls | None = None,
         copy_to_host: Callable[[Sequence[torch.Tensor]], HostCopy] = HostCopy,
     ) -> None:
-        """Join processors and sampler.
-
-        Args:
-            copy_to_host: see `Ops`.
-            processed_logprobs: whether log-probabilities are of the processed logits.
-        """
         self._copy_to_host = copy_to_host
         self._sample = sampler.sample
         if calls is not None:

@@ -234,12 +234,6 @@ class BoundPart(BoundHalf[EngineHalf]):
     def __init__(
         self, part: StepPart, half: EngineHooks, source: Source, faults: StepFaults
     ) -> None:
-        """Bind the methods that the half overrides.
-
-        Args:
-            part: built from its entry; closed with this.
-            half: the part's half in the engine.
-        """
         super().__init__(part, half, faults.calls("step_parts", source))
         self.users = set[str]()
         self.selects = self.overrides("uses")

@@ -111,10 +111,6 @@ class PreparedEngine:
     def open(self, open_client: OpenClient, new_engine: Callable[[EngineParts], Engine]) -> Engine:
         """Open the engine core, join it with its frontend, and call the hooks of a ready engine.
 
-        Args:
-            open_client: opens the core.
-            new_engine: joins the core's client and the frontend.
-
         Raises:
             ModelError: the model cannot be loaded.
             EngineDeadError: the engine's process ended or was not ready in time.
@@ -234,7 +230,6 @@ def prepare_engine(
 
     Args:
         config, config_sources: the configuration, and the sources of its values.
-        progress: receives the progress of long work.
         clock: clock of the engine and the frontend, in seconds.
         handed: the plugins that the program hands over, see `handed_over`.
         companions: open the companions of the engine, such as IO processors.

@@ -19,8 +19,8 @@ from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import close_all
-from hardpoint.host.boundary.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.host.boundary.kv_cache import KVEventFanout
+from hardpoint.host.boundary.faults import CALL_LOST, StepFaults
+from hardpoint.host.boundary.kv_cache import KVEventFanout, open_publishers
 from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.boundary.parts.opening import open_parts
@@ -35,7 +35,6 @@ from hardpoint.plugins import (
     EvictionPolicy,
     Executor,
     ExecutorContext,
-    PublisherContext,
     Scheduler,
     SchedulerContext,
     StepRecord,
@@ -82,14 +81,9 @@ def build_core(
     """Load the model and build the engine core. If a part fails, the others are closed.
 
     Args:
-        spec: specification of its workers.
-        hooks: hooks that are called in the engine.
-        config_sources: for messages.
-        clock: seconds.
         activity: records the engine's activity; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         follow_cache: is called with the events of the KV cache, besides publishers.
-        open_inputs: opens the record/replay hook.
 
     Raises:
         ConfigError: the KV cache does not fit; the message names the size that would.
@@ -104,9 +98,7 @@ def build_core(
         policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
         close_if_failed(undo, policy.close)
         rank = spec.place.rank
-        publishers = create_all(
-            plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
-        )
+        publishers = open_publishers(plugins, faults, rank)
         kv_events = KVEventFanout(publishers, time.time, rank, follow_cache)
         close_if_failed(undo, kv_events.close)
         blocks = BlockMetadata(clock)
@@ -372,9 +364,8 @@ def _scheduler_limits(
     parallel, depth = config.parallel, executor.max_concurrent_batches
     can_follow = parallel.world_size == 1 or bool(config.scheduler.asynchronous)
     ahead = depth > 1 and parallel.pipeline == 1 and can_follow
-    return limits_of(
-        config,
-        size.max_model_len,
+    return dataclasses.replace(
+        limits_of(config, size.max_model_len),
         num_draft_tokens=num_draft_tokens,
         max_encoder_tokens=parts.max_encoder_tokens,
         asynchronous=ahead,

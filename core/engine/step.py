@@ -321,7 +321,7 @@ class StepRunner:
             end_requests(result, outputs, self._scheduler)
             _add_observed_logprobs(outputs, result)
         self._step_parts.publish(plan, outputs)
-        self._step_parts.updated(plan)
+        self._step_parts.notify("updated", plan)
         return outputs
 
     def _record(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -384,7 +384,7 @@ class StepRunner:
             raise PluginFaultError(f"{label}: its plan of step {plan.step} {defect}") from error
 
     def _drop_plan(self, plan: SchedulerOutput) -> None:
-        self._step_parts.lost(plan)
+        self._step_parts.notify("lost", plan)
         self._scheduler.plan_lost(plan)
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:

@@ -256,7 +256,6 @@ def check_versions(plugins: PluginSet, where: str) -> None:
     """Reject plugins with other versions in this process than where they were resolved.
 
     Args:
-        plugins: to check.
         where: names this process in messages.
 
     Raises:

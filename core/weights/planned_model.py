@@ -120,13 +120,6 @@ def plan_model(
 ) -> PlannedModel:
     """Build a rank's share of the model, and estimate its memory; no weight is read.
 
-    Args:
-        spec: spec of the worker.
-        ops: operations of the model's layers.
-        backend: backend of attention.
-        parallel: the share.
-        limit: returns the memory limit.
-
     Raises:
         ModelError: the model cannot be divided in this way, or its files store a weight in a way
             that cannot be read.
@@ -224,9 +217,6 @@ def load_weights(
     """Load the weights that an earlier process has packed, else the model's files.
 
     Args:
-        spec: spec of the worker.
-        planned: the model.
-        cache: cache of packed weights.
         any_rank: returns whether a flag is set in any of the ranks.
 
     Raises:
@@ -304,13 +294,6 @@ def hold_weights(
     quantized: QuantizedWeights,
 ) -> dict[str, HeldWeight]:
     """Return how each weight that a rank needs will be held, by Hugging Face name.
-
-    Args:
-        model: the rank's share.
-        checked: the same, checked.
-        loader: loader of the weights.
-        source: source of the loader.
-        quantized: gives the model its quantized matrices.
 
     Raises:
         ModelError: the files store a weight in a way that cannot be read.

@@ -30,7 +30,7 @@ from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.opening import open_worker_parts
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
 from hardpoint.host.boundary.text_guards import open_tokenizer
-from hardpoint.host.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
+from hardpoint.host.boundary.trial_steps import decode_bytes, padded_step, trial_bytes
 from hardpoint.host.registry.blame import close_if_failed, raise_unless_fault
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.host.system.memory import (
@@ -118,14 +118,8 @@ def measure(
     max_num_seqs, padded = spec.config.scheduler.max_num_seqs, None
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
     if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
-        padded = PaddedTrial(
-            model,
-            attention,
-            spec.device,
-            num_seqs=max_num_seqs,
-            max_model_len=spec.max_model_len,
-            block_size=spec.config.kv_cache.block_size,
-        )
+        block_size = spec.config.kv_cache.block_size
+        padded = padded_step(attention, spec.device, spec.max_model_len, block_size, max_num_seqs)
     num_rows = max_num_seqs * (1 + spec.num_draft_tokens)
     peak = trial_bytes(model, spec.device, tokens, num_rows, padded)
     del padded
@@ -147,11 +141,6 @@ def open_parts(
     """Build the worker halves of the step parts.
 
     Args:
-        spec: spec of the worker.
-        planned: the loaded model.
-        ops: operations of its layers.
-        ranks: the ranks of the model.
-        activity: records the methods that run.
         prepare_again: see `LoadedModel`.
 
     Raises:
@@ -342,7 +331,12 @@ def _config_of(config: EngineConfig, model: str) -> EngineConfig:
 
 
 class ReloadedModel:
-    """The share of a rank of the model with other weights; see the contract's `PreparedModel`."""
+    """The share of a rank of the model with other weights; see the contract's `PreparedModel`.
+
+    Args:
+        plan: builds the model without weights.
+        use: lets the worker run with the model; the spec describes it then.
+    """
 
     def __init__(
         self,
@@ -351,12 +345,6 @@ class ReloadedModel:
         plan: Callable[[WorkerSpec], PlannedModel],
         use: Callable[[PlannedModel, WorkerSpec], None],
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            plan: builds the model without weights.
-            use: lets the worker run with the model; the spec describes it then.
-        """
         self._spec = dataclasses.replace(spec, progress=no_progress)
         self._loader, self._plan, self._use = loader, plan, use
         self._planned: PlannedModel | None = None

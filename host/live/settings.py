@@ -141,9 +141,6 @@ class ChangeRequest(Strict):
     def settings(self, before: Settings) -> Settings:
         """Return the next settings.
 
-        Args:
-            before: the current ones; they are not changed.
-
         Raises:
             ConfigError: a value is wrong, there is no such setting, or it needs a restart.
             PluginError: there is no such component, or it cannot be loaded.
@@ -157,7 +154,6 @@ def with_config(before: Settings, values: Mapping[str, Any], origin: str) -> Set
     """Return the settings with other values of the configuration.
 
     Args:
-        before: the current ones; they are not changed.
         values: by dotted path, such as "scheduler.max_waiting" or "plugin.fair.tag".
         origin: who changes them, for messages.
 
@@ -195,8 +191,6 @@ def with_plugins(
     """Return the settings with other plugins, and other values of the configuration.
 
     Args:
-        before: the current ones; they are not changed.
-        changes: the changes of plugins.
         config: values by dotted path.
         origin: who changes them, for messages.
 
@@ -248,7 +242,6 @@ def with_policy(before: Settings, use: str, options: Mapping[str, Any], origin: 
     """Return the settings with another scheduling policy, and its options alone.
 
     Args:
-        before: the current ones; they are not changed.
         use: entry-point name or FQCN.
         options: the policy's own.
         origin: who changes it, for messages.

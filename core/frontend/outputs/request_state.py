@@ -115,6 +115,12 @@ _UNANSWERED = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
 class RequestState:
     """One request's text, tokens and log-probabilities so far.
 
+    Args:
+        prompt: its text, if it was given as text.
+        formats: formats of its outputs; None without any.
+        stream_interval: outputs between the first and the last wait for so many new tokens.
+        validate: returns the flaw of the whole answer, where the request is lenient.
+
     Attributes:
         observed: states that observers have of it.
         metrics: for its last output.
@@ -138,14 +144,6 @@ class RequestState:
         formats: OutputFormats | None = None,
         validate: Callable[[str], str | None] | None = None,
     ) -> None:
-        """Start with nothing.
-
-        Args:
-            prompt: its text, if it was given as text.
-            formats: formats of its outputs; None without any.
-            stream_interval: outputs between the first and the last wait for so many new tokens.
-            validate: returns the flaw of the whole answer, where the request is lenient.
-        """
         params = request.params
         self.parent = parent
         self.finish_reason: FinishReason | None = None

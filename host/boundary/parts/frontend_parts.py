@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hardpoint.errors import (
@@ -44,7 +44,7 @@ from hardpoint.plugins.step_part.part import (
 )
 from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls, ToolCalls
 
-from .bound_half import BoundHalf, OpenHalves, open_halves
+from .bound_half import BoundHalf, OpenHalves, opener
 from .components import Components
 from .hooks import FRONTEND_HOOKS, SelectingFields
 from .observers import Observers
@@ -220,7 +220,7 @@ class FrontendParts:
         Raises:
             RequestError: it refuses it, or failed.
         """
-        try:
+        with self._refusing(half, name):
             prompt = read(*args)
             if not isinstance(prompt, GivenPrompt) or not isinstance(prompt.token_ids, Sequence):
                 raise TypeError(f"expected a GivenPrompt with token ids, got {shown(prompt)}")
@@ -229,10 +229,6 @@ class FrontendParts:
             if not prompt.fields.keys() <= REQUEST_FIELDS.keys():
                 names = shown(sorted(prompt.fields))
                 raise TypeError(f"expected fields that parts make use of alone, got {names}")
-        except RequestError:
-            raise
-        except BaseException as cause:
-            raise self._refusal(half, name, "", cause) from cause
         if (cut := prompt.cut) is None:
             return prompt
         return dataclasses.replace(
@@ -249,12 +245,8 @@ class FrontendParts:
         for half in self._preparing:
             if half.for_fields and half.for_fields.isdisjoint(fields):
                 continue
-            try:
+            with self._refusing(half, "prepare", request.request_id):
                 half.half.prepare(request, reasoning)
-            except RequestError:
-                raise
-            except BaseException as cause:
-                raise self._refusal(half, "prepare", request.request_id, cause) from cause
             fields = self._fields.set_in(request)  # the half may have set some
 
     def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
@@ -271,14 +263,10 @@ class FrontendParts:
         half = self._media[modality]
         if not half.overrides("read_media"):
             return [item for _, item in items]
-        try:
+        with self._refusing(half, "read_media", passing=HardpointError):
             read = half.half.read_media(modality, items)
             if not isinstance(read, Sequence) or len(read) != len(items):
                 raise TypeError(f"expected {len(items)} items, got {shown(read)}")
-        except HardpointError:
-            raise
-        except BaseException as cause:
-            raise self._refusal(half, "read_media", "", cause) from cause
         return read
 
     def output_formats(
@@ -297,7 +285,7 @@ class FrontendParts:
         halves = self._formatting if calls is not None else self._used(self._formatting, request)
         with ExitStack() as undo:
             for half in halves:
-                try:
+                with self._refusing(half, "output_format", request.request_id):
                     made = half.half.output_format(request, calls)
                     if made is None:
                         continue
@@ -305,11 +293,6 @@ class FrontendParts:
                         raise TypeError(f"expected an OutputFormat or None, got {shown(made)}")
                     undo.callback(made.close)
                     markers = markers or made.markers
-                except RequestError:
-                    raise
-                except BaseException as cause:
-                    name = request.request_id
-                    raise self._refusal(half, "output_format", name, cause) from cause
                 formats.append(BoundFormat(half.name, made, half.fault))
             undo.pop_all()
         return OutputFormats(formats, markers, calls) if formats else None
@@ -321,12 +304,8 @@ class FrontendParts:
             RequestError: one refuses it, or failed.
         """
         for half in self._calling:
-            try:
+            with self._refusing(half, "prepare_calls", request.request_id):
                 half.half.prepare_calls(request, calls)
-            except RequestError:
-                raise
-            except BaseException as cause:
-                raise self._refusal(half, "prepare_calls", request.request_id, cause) from cause
 
     def validator_of(self, request: EngineCoreRequest) -> Validator | None:
         """Return the validator of the answer of a request, for as long as the request is live.
@@ -335,10 +314,8 @@ class FrontendParts:
             RequestError: a half failed.
         """
         for half in self._used(self._validating, request):
-            try:
+            with self._refusing(half, "reads_answer", request.request_id, passing=()):
                 reads = half.serves(request.generation) and half.half.reads_answer(request)
-            except BaseException as cause:
-                raise self._refusal(half, "reads_answer", request.request_id, cause) from cause
             if reads:
                 validator = functools.partial(self.validate, request)
                 self._validators.add(validator)
@@ -357,12 +334,23 @@ class FrontendParts:
         requests = [validator.args[0] for validator in list(self._validators)]
         return [request.request_id for request in requests if half.serves(request.generation)]
 
-    def _refusal(
-        self, half: BoundFrontendHalf, method: str, request_id: str, cause: BaseException
-    ) -> RequestError:
-        message = half.fault(method, cause)
-        self._record(half.name, request_id, message)
-        return RequestError(message)
+    @contextmanager
+    def _refusing(
+        self,
+        half: BoundFrontendHalf,
+        method: str,
+        request_id: str = "",
+        passing: Any = RequestError,
+    ) -> Iterator[None]:
+        """Refuse a request by a fault of a half; raise exceptions of the class `passing`."""
+        try:
+            yield
+        except passing:
+            raise
+        except BaseException as cause:
+            message = half.fault(method, cause)
+            self._record(half.name, request_id, message)
+            raise RequestError(message) from cause
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the first flaw that a half finds in an answer; a fault of a half is one."""
@@ -431,10 +419,8 @@ def frontend_parts(
     A part of a class without `frontend_half` is not built here.
 
     Args:
-        plugins: the enabled plugins.
         about: fields of the context of the parts.
         vocabulary: see `FrontendHalfContext`.
-        vocab_size: size of the model's vocabulary.
         encode, clock, send_stats, tokenizer: see `FrontendHalfContext`.
 
     Raises:
@@ -454,19 +440,17 @@ def frontend_parts(
         send_stats=send_stats,
     )
 
+    def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
+        return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
+
+    open_halves = opener(about, lambda _part, _plugins: context, BoundFrontendHalf, bind)
+
     def open_new(
         plugins: PluginSet, entries: Sequence[PluginEntry], config: EngineConfig
     ) -> list[BoundFrontendHalf]:
-        frontend_entries = [
-            entry
-            for entry in entries
-            if plugins.target(entry).frontend_half is not StepPart.frontend_half
-        ]
-        fields, cls = {**about, "config": config}, BoundFrontendHalf
-        return open_halves(plugins, frontend_entries, fields, lambda _part: context, cls, bind)
-
-    def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
-        return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
+        default = StepPart.frontend_half
+        having = [entry for entry in entries if plugins.target(entry).frontend_half is not default]
+        return open_halves(plugins, having, config)
 
     halves = open_new(plugins, plugins.entries("step_parts"), about["config"])
     with ExitStack() as undo:

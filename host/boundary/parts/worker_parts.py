@@ -309,8 +309,6 @@ class WorkerParts:
         """Let halves change embeddings and linear layers of a model while the body runs it.
 
         Args:
-            hooks: hooks of the model.
-            requests: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
         users = {
@@ -345,7 +343,6 @@ class WorkerParts:
 
         Args:
             hidden: [tokens, hidden_size].
-            requests: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
         for half in list(self._active):
@@ -390,9 +387,7 @@ class WorkerParts:
         """Return values with the rows of a half as it changed them; it never gets other rows.
 
         Args:
-            method: name of the half's method.
             values: [rows, ...].
-            indices: rows of the half.
             rows: last argument.
             before: arguments before the values.
         """

@@ -216,9 +216,6 @@ class FrontendParts:
 
         Args:
             limit: most tokens of a cut prompt.
-
-        Raises:
-            RequestError: it refuses it, or failed.
         """
         with self._refusing(half, name):
             prompt = read(*args)
@@ -375,11 +372,7 @@ class FrontendParts:
 
 
 def _readers(halves: Sequence[BoundFrontendHalf]) -> dict[str, BoundFrontendHalf]:
-    """Return the halves that read prompts, by each of their keys, in their order.
-
-    Raises:
-        PluginConflictError: two have the same key.
-    """
+    """Return the halves that read prompts, by each of their keys, in their order."""
     readers: dict[str, BoundFrontendHalf] = {}
     for half in halves:
         for key in half.half.prompt_keys if half.overrides("read_prompt") else ():

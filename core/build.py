@@ -126,11 +126,7 @@ class PreparedEngine:
         return engine
 
     def _parts(self, client: EngineCoreClient, size: CacheSize) -> EngineParts:
-        """Return the parts of an engine of that size; its client is closed if calling it fails.
-
-        Raises:
-            EngineDeadError: the engine's process has ended since it was ready.
-        """
+        """Return the parts of an engine of that size; its client is closed if calling it fails."""
         with contextlib.ExitStack() as undo:
             undo.callback(client.close)
             tasks = EngineUtilities.supported_tasks.call(client.call_utility)
@@ -276,11 +272,6 @@ def prepare_engine(
 
 
 def _check_parts(config: EngineConfig, step_parts: FrontendParts) -> None:
-    """Check that step parts support the configuration.
-
-    Raises:
-        ConfigError: an enabled part is missing.
-    """
     for field, kind, name in (
         ("reasoning.parser", "reasoning_parsers", config.reasoning.parser),
         ("tools.parser", "tool_parsers", config.tools.parser),

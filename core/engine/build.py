@@ -192,13 +192,6 @@ def _build_eviction(
 def _build_executor(
     spec: WorkerSpec, launcher: WorkerLauncher, parts: EngineHalves, undo: contextlib.ExitStack
 ) -> Executor:
-    """Build the executor.
-
-    Raises:
-        PluginError: it cannot be built, or its depth is out of range.
-        ConfigError: it takes one step at a time and two are asked for, or the parts draft tokens
-            and the scheduler cannot work with drafts.
-    """
     # Here, too, since it takes time to start workers.
     if spec.config.parallel.world_size > 1 or spec.place.engines is not None:
         check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
@@ -233,9 +226,6 @@ def _start_workers(
 
     Returns:
         The info of the tightest worker, the cache's size, and the configuration to run with.
-
-    Raises:
-        PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
     info = _find_tightest(executor.start(), spec)
     if not info.has_cache and (moving := parts.moves_blocks) is not None:
@@ -310,11 +300,7 @@ def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
 
 
 def _config_without_cache(spec: WorkerSpec) -> EngineConfig:
-    """Return the configuration for a model without a KV cache.
-
-    Raises:
-        ConfigError: a prompt may not fit into one step.
-    """
+    """Return the configuration for a model without a KV cache."""
     config, max_tokens = spec.config, spec.config.scheduler.max_num_batched_tokens
     if max_tokens < spec.max_model_len:
         raise ConfigError(

@@ -360,11 +360,7 @@ class StepRunner:
         return self._with_stats(outputs), executed
 
     def _step_failed(self, plan: SchedulerOutput | None, error: BaseException) -> None:
-        """Log a failed step, and return its plan to the scheduler as lost.
-
-        Raises:
-            PluginFaultError: the plan is wrong, which is why the step failed.
-        """
+        """Log a failed step, and return its plan to the scheduler as lost."""
         if not is_fault(error):  # else the record of the step shows which requests may be the cause
             self._activity.end_step()
         if not isinstance(plan, SchedulerOutput):

@@ -169,11 +169,7 @@ def plan_model(
 def _layer_groups(
     spec: WorkerSpec, mine: CheckedModel, whole: CheckedModel
 ) -> tuple[LayerGroups, LayerStates | None]:
-    """Return the KV cache groups of this rank's layers, and the states if any stage has some.
-
-    Raises:
-        ConfigError: something that is configured does not fit layers with states.
-    """
+    """Return the KV cache groups of this rank's layers, and the states if any stage has some."""
     groups = LayerGroups.single(len(mine.specs))
     if spec.config.kv_cache.window_groups:
         size = spec.config.kv_cache.block_size
@@ -330,7 +326,7 @@ def hold_weights(
 def _is_multiplied(
     model: Model, quantized: QuantizedWeights, scheme: str, name: str, is_vocabulary: bool
 ) -> bool:
-    if not quantized.has_own_linear(scheme):
+    if not quantized.scheme(scheme)[0].own_linear:
         return bool(model.context.ops.code_bits)
     return _EXPERTS not in name and (not is_vocabulary or name.startswith(_HEAD))
 
@@ -350,12 +346,7 @@ def _copy_of_table(model: Model, held: Mapping[str, HeldWeight]) -> dict[str, He
 def _formats(
     loader: WeightLoader, source: Source, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, WeightFormat]:
-    """Return how the files store weights, as the loader reports it.
-
-    Raises:
-        ModelError: a weight is stored in a way that cannot be read.
-        PluginFaultError: the loader raised something else, or gave something else.
-    """
+    """Return how the files store weights, as the loader reports it."""
     with faults_as(PluginFaultError, f"{source}: its formats()", passing=(HardpointError,)):
         formats = loader.formats(dict(shapes))
     checked(formats, WeightLoader, "formats()", source)

@@ -206,11 +206,7 @@ def _loaded_model(
 
 
 def _open_sequences(spec: WorkerSpec, num_tokens: int) -> LoadedSequences:
-    """Load a further model, with a KV cache for so many tokens of all sequences together.
-
-    Raises:
-        ModelError: the model or its cache does not fit, or weights are missing.
-    """
+    """Load a further model, with a KV cache for so many tokens of all sequences together."""
     backend, ops = open_attention(spec), open_ops(spec)
     planned = plan_model(spec, ops, backend, Parallel(), lambda: memory_limit(spec.device))
     attention, size = planned.attention, spec.config.kv_cache.block_size
@@ -309,12 +305,7 @@ def _check_tokens(spec: WorkerSpec, further: WorkerSpec) -> None:
 
 
 def _tokens_of(spec: WorkerSpec, files: ModelFiles) -> Sequence[bytes]:
-    """Return the bytes of each token of a tokenizer.
-
-    Raises:
-        ModelError: there is no tokenizer.
-        NotImplementedError: it has no vocabulary.
-    """
+    """Return the bytes of each token of a tokenizer."""
     entry, size = spec.plugins.one("tokenizers"), spec.model_config.vocab_size
     with contextlib.closing(open_tokenizer(spec.plugins, entry, files, size)) as tokenizer:
         return tokenizer.vocabulary().tokens

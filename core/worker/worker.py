@@ -252,11 +252,7 @@ class LocalWorker:
         return self.runner.parts.start(None if weights is None else self._blocks())
 
     def _blocks(self) -> KVBlocks:
-        """Return the KV cache for the worker halves that move blocks.
-
-        Raises:
-            ConfigError: its blocks cannot be identified, or the backend has no views of them.
-        """
+        """Return the KV cache for the worker halves that move blocks."""
         runner, user, spec = self.runner, self.runner.parts.moves_blocks, self._spec
         assert spec is not None
         assert user is not None, "no part moves blocks"

@@ -100,11 +100,7 @@ class EngineChanges:
         self._call_workers("keep", str(oldest).encode())
 
     def _call_workers(self, action: Action, data: bytes = b"") -> dict[str, bool]:
-        """Let all workers do something; return which have prepared the change, by name.
-
-        Raises:
-            HardpointError: one failed; the first error.
-        """
+        """Let all workers do something; return which have prepared the change, by name."""
         answers: list[WorkerAnswer] = self._executor.collective_rpc("live_change", (action, data))
         for kind, text, _ in answers:
             if kind is not None:

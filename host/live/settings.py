@@ -356,11 +356,7 @@ class _NamedEntry:
 
 
 def _named(plugins: PluginSet, name: str, path: str) -> _NamedEntry:
-    """Return the enabled component of a name, or of `kind/name`.
-
-    Raises:
-        ConfigError: several are called so.
-    """
+    """Return the enabled component of a name, or of `kind/name`."""
     entries = plugins.manifest.entries
     matches = [e for e in entries if name in (e.name, f"{e.kind}/{e.name}", e.value)]
     if not matches:
@@ -396,11 +392,7 @@ def _replace(entry: PluginEntry, use: Any, enable: list[Any], replace: dict[str,
 
 
 def _resolved(before: Settings, config: EngineConfig, sources: ConfigSources) -> Settings:
-    """Return settings with the plugins that a configuration names, in the next generation.
-
-    Raises:
-        ConfigError: a component of a kind that needs a restart would change.
-    """
+    """Return settings with the plugins that a configuration names, in the next generation."""
     old = before.plugins
     fresh = resolve_plugins(config, sources, old.found)
     was, now = ({(e.kind, e.name): e for e in p.manifest.entries} for p in (old, fresh))

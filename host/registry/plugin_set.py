@@ -373,11 +373,7 @@ def _find_wrapped(
     chosen: Sequence[SelectedPlugin],
     targets: dict[Key, Any],
 ) -> dict[Key, dict[str, SelectedPlugin]]:
-    """Return the components that each one wraps, by reference; load them into `targets`.
-
-    Raises:
-        PluginError: one cannot be loaded, or wraps itself.
-    """
+    """Return the components that each one wraps, by reference; load them into `targets`."""
     wrapped: dict[Key, dict[str, SelectedPlugin]] = {}
 
     def add(outer: SelectedPlugin, chain: tuple[SelectedPlugin, ...]) -> None:

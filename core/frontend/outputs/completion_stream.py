@@ -168,11 +168,7 @@ class CompletionStream:
         return token_ids
 
     def _is_ended(self) -> bool:
-        """Let readers read the new text in which no stop string may begin; return whether one ends.
-
-        Raises:
-            PluginFaultError: one failed.
-        """
+        """Let readers read new text in which no stop string may begin; return whether one ends."""
         text = "".join(self._pieces)
         end = len(text) - (len(self._tail) if self._stops and not self._keep_stop else 0)
         new, self._num_read = text[self._num_read : end], max(end, self._num_read)

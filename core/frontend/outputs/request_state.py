@@ -249,12 +249,7 @@ class RequestState:
                 self._part_arrays.setdefault((part, key), []).extend(new)
 
     def _go_on(self, token_ids: list[int]) -> None:
-        """Begin after outputs that the caller has.
-
-        Raises:
-            RequestError: they end the request.
-            PluginFaultError: the tokenizer or a step part failed.
-        """
+        """Begin after outputs that the caller has."""
         try:
             stream = self._stream = self._new_stream()
             stream.push(list(token_ids), None)
@@ -271,9 +266,6 @@ class RequestState:
 
         Args:
             is_first: whether an output of the engine follows; else there is no text to read.
-
-        Raises:
-            PluginFaultError: a format failed.
         """
         params, index = self._request.params, self._request.child_index
         readers: Sequence[BoundReader] = ()

@@ -250,11 +250,7 @@ class PluginArguments:
     def _formats(
         self, request: EngineCoreRequest, requested: RequestedCalls | None
     ) -> OutputFormats | None:
-        """Return the formats of a request's outputs; None without any.
-
-        Raises:
-            RequestError: a part refuses the request, or no part supports its fields.
-        """
+        """Return the formats of a request's outputs; None without any."""
         for field in _PARSERS:
             name = getattr(request.params, field)
             if name not in (None, "none") and f"{field}s" not in self._parts.named_components:
@@ -354,12 +350,7 @@ class PluginArguments:
                 taker.checked(plugin_args[taker.key])
 
     def _located(self, plugin_args: Mapping[str, Any]) -> dict[str, Given]:
-        """Return the arguments that a request gives, by the key of the component that they are for.
-
-        Raises:
-            RequestError: they are for no component that takes any, for one of several, or two are
-                for the same.
-        """
+        """Return the arguments that a request gives, by the key of their component."""
         located: dict[str, Given] = {}
         for name, value in plugin_args.items():
             path = f"plugin_args.{name}"

@@ -189,11 +189,7 @@ def request_fields(plugins: PluginSet, config: EngineConfig) -> frozenset[str]:
 
 
 def _made(part: StepPart, source: Source, context: Any, cls: type[BoundHalf[Any]]) -> Any:
-    """Return the half of a part; None if it has none.
-
-    Raises:
-        PluginFaultError: it cannot be built, or has no hooks.
-    """
+    """Return the half of a part; None if it has none."""
     name = f"{source}: its {cls.maker}()"
     with (
         faults_as(PluginFaultError, name, passing=(HardpointError,)),

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
 
 from hardpoint.errors import (
     HardpointError,
@@ -216,11 +216,8 @@ class FrontendParts:
 
         Args:
             limit: most tokens of a cut prompt.
-
-        Raises:
-            RequestError: it refuses it, or failed.
         """
-        with self._refusing(half, name):
+        try:
             prompt = read(*args)
             if not isinstance(prompt, GivenPrompt) or not isinstance(prompt.token_ids, Sequence):
                 raise TypeError(f"expected a GivenPrompt with token ids, got {shown(prompt)}")
@@ -229,6 +226,8 @@ class FrontendParts:
             if not prompt.fields.keys() <= REQUEST_FIELDS.keys():
                 names = shown(sorted(prompt.fields))
                 raise TypeError(f"expected fields that parts make use of alone, got {names}")
+        except BaseException as cause:
+            self._refuse(half, name, "", cause)
         if (cut := prompt.cut) is None:
             return prompt
         return dataclasses.replace(
@@ -245,8 +244,10 @@ class FrontendParts:
         for half in self._preparing:
             if half.for_fields and half.for_fields.isdisjoint(fields):
                 continue
-            with self._refusing(half, "prepare", request.request_id):
+            try:
                 half.half.prepare(request, reasoning)
+            except BaseException as cause:
+                self._refuse(half, "prepare", request.request_id, cause)
             fields = self._fields.set_in(request)  # the half may have set some
 
     def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
@@ -263,10 +264,12 @@ class FrontendParts:
         half = self._media[modality]
         if not half.overrides("read_media"):
             return [item for _, item in items]
-        with self._refusing(half, "read_media", passing=HardpointError):
+        try:
             read = half.half.read_media(modality, items)
             if not isinstance(read, Sequence) or len(read) != len(items):
                 raise TypeError(f"expected {len(items)} items, got {shown(read)}")
+        except BaseException as cause:
+            self._refuse(half, "read_media", "", cause, HardpointError)
         return read
 
     def output_formats(
@@ -285,7 +288,7 @@ class FrontendParts:
         halves = self._formatting if calls is not None else self._used(self._formatting, request)
         with ExitStack() as undo:
             for half in halves:
-                with self._refusing(half, "output_format", request.request_id):
+                try:
                     made = half.half.output_format(request, calls)
                     if made is None:
                         continue
@@ -293,6 +296,8 @@ class FrontendParts:
                         raise TypeError(f"expected an OutputFormat or None, got {shown(made)}")
                     undo.callback(made.close)
                     markers = markers or made.markers
+                except BaseException as cause:
+                    self._refuse(half, "output_format", request.request_id, cause)
                 formats.append(BoundFormat(half.name, made, half.fault))
             undo.pop_all()
         return OutputFormats(formats, markers, calls) if formats else None
@@ -304,8 +309,10 @@ class FrontendParts:
             RequestError: one refuses it, or failed.
         """
         for half in self._calling:
-            with self._refusing(half, "prepare_calls", request.request_id):
+            try:
                 half.half.prepare_calls(request, calls)
+            except BaseException as cause:
+                self._refuse(half, "prepare_calls", request.request_id, cause)
 
     def validator_of(self, request: EngineCoreRequest) -> Validator | None:
         """Return the validator of the answer of a request, for as long as the request is live.
@@ -314,8 +321,10 @@ class FrontendParts:
             RequestError: a half failed.
         """
         for half in self._used(self._validating, request):
-            with self._refusing(half, "reads_answer", request.request_id, passing=()):
+            try:
                 reads = half.serves(request.generation) and half.half.reads_answer(request)
+            except BaseException as cause:
+                self._refuse(half, "reads_answer", request.request_id, cause, ())
             if reads:
                 validator = functools.partial(self.validate, request)
                 self._validators.add(validator)
@@ -334,23 +343,20 @@ class FrontendParts:
         requests = [validator.args[0] for validator in list(self._validators)]
         return [request.request_id for request in requests if half.serves(request.generation)]
 
-    @contextmanager
-    def _refusing(
+    def _refuse(
         self,
         half: BoundFrontendHalf,
         method: str,
-        request_id: str = "",
+        request_id: str,
+        cause: BaseException,
         passing: Any = RequestError,
-    ) -> Iterator[None]:
-        """Refuse a request by a fault of a half; raise exceptions of the class `passing`."""
-        try:
-            yield
-        except passing:
-            raise
-        except BaseException as cause:
-            message = half.fault(method, cause)
-            self._record(half.name, request_id, message)
-            raise RequestError(message) from cause
+    ) -> NoReturn:
+        """Refuse a request for a fault; raise an exception of the class `passing` as it is."""
+        if isinstance(cause, passing):
+            raise cause
+        message = half.fault(method, cause)
+        self._record(half.name, request_id, message)
+        raise RequestError(message) from cause
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the first flaw that a half finds in an answer; a fault of a half is one."""
@@ -375,11 +381,7 @@ class FrontendParts:
 
 
 def _readers(halves: Sequence[BoundFrontendHalf]) -> dict[str, BoundFrontendHalf]:
-    """Return the halves that read prompts, by each of their keys, in their order.
-
-    Raises:
-        PluginConflictError: two have the same key.
-    """
+    """Return the halves that read prompts, by each of their keys, in their order."""
     readers: dict[str, BoundFrontendHalf] = {}
     for half in halves:
         for key in half.half.prompt_keys if half.overrides("read_prompt") else ():

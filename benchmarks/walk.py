@@ -50,7 +50,6 @@ def main() -> None:
     kernels = KernelLog()
     # A stated number of threads: the default one changes with the load of other programs.
     with LLM(options.model, config={"executor": {"threads": 1}}) as llm:
-    with LLM(options.model, config={"executor": {"threads": 1}}) as llm:
         llm.generate("The capital of France is", params)
         # The fewest of some walks: a collection of garbage may call something during one of them.
         texts = ("One plus one is", "The sea is", "Once upon a")

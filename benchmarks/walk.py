@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     params = SamplingParams(temperature=0.0, max_tokens=1)
     kernels = KernelLog()
-    # The engine adapts its number of threads to the load: some calls, after a quarter of a second.
+    # A stated number of threads: the default one changes with the load of other programs.
     with LLM(options.model, config={"executor": {"threads": 1}}) as llm:
         llm.generate("The capital of France is", params)
         # The fewest of some walks: a collection of garbage may call something during one of them.

@@ -56,3 +56,4 @@ def test_each_value_has_a_ceiling_and_each_ceiling_a_value(sizes, files, monkeyp
     assert {row.key for row in rows} == table.keys() - {"exceptions"}
     values = {row.key: row.value for row in rows}
     assert (values["walk-files"], values["walk-calls"]) == (3, 20)
+    assert {row.key: row.parts for row in rows}["walk-files"] == ["torch"]  # they differ by these

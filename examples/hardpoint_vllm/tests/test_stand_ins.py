@@ -106,12 +106,12 @@ def test_what_does_not_stand_in_is_named(scripted, tmp_path, monkeypatch, source
 OTHER_KINDS = [
     ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", "kv_connectors"),
     ("vllm.distributed.kv_transfer.kv_connector.v1", "KVConnectorBase_V1", "kv_connectors"),
-    ("vllm.plugins.io_processors.interface", "IOProcessor", "io_processors"),
+    ("vllm.plugins.io_processors", "get_io_processor", "io_processors"),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "schedulers"),
     ("vllm.v1.core.sched.interface", "SchedulerInterface", "schedulers"),
     ("vllm.v1.executor.abstract", "Executor", "executors"),
     ("vllm.v1.attention.backend", "AttentionBackend", "attention_backends"),
-    ("vllm.v1.metrics.loggers", "StatLoggerBase", "stat_sinks"),
+    ("vllm.v1.metrics.loggers", "LoggingStatLogger", "stat_sinks"),
     ("vllm.model_executor.models.interfaces", "SupportsLoRA", "models"),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,20 +149,70 @@ def _speculation(value: Any, given: Mapping[str, Any], to: Translated) -> None: 
                  for name in config]  # fmt: skip
 
 
+_ADAPTER = ({"use": "hardpoint_vllm:VLLM", "name": "vllm"},)
+"""The entry of `plugins.enable` that enables the component adapter."""
+
+
 def _processors(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
-    enable: list[Any] = [{"use": "hardpoint_vllm:VLLM", "name": "vllm"}]
+    enable: list[Any] = [*_ADAPTER]
     for item in [value] if isinstance(value, str | type) else value:
         reference = item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
-        name = reference.rpartition(":")[2].rpartition(".")[2]
-        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+        name = _plugin_name(reference)
         enable.append({"use": reference, "name": name})
         to.values[f"plugin.{name}.every_request"] = True
         to.processors.append(name)
-    to.values["plugins.enable"] = [*to.values.get("plugins.enable", []), *enable]
+    _enable(enable, to)
+
+
+def _enable(entries: Sequence[Any], to: Translated) -> None:
+    enabled = to.values.get("plugins.enable", [])
+    to.values["plugins.enable"] = [*enabled, *(entry for entry in entries if entry not in enabled)]
+
+
+def _plugin_name(reference: str) -> str:
+    """Return the name of a plugin that is enabled by its FQCN: the class in snake_case."""
+    name = reference.rpartition(":")[2].rpartition(".")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def add_stat_loggers(loggers: Sequence[Any], to: Translated) -> None:
+    """Add classes of stat loggers to the sinks of a configuration.
+
+    Raises:
+        ConfigError: one is not a class that a module has.
+    """
+    for index, logger in enumerate(loggers):
+        if not isinstance(logger, type):
+            raise ConfigError(
+                f"stat_loggers[{index}]: expected a class derived from StatLoggerBase, got "
+                f"{logger!r}; a class reads its own settings in its constructor"
+            )
+    references = [f"{logger.__module__}:{logger.__qualname__}" for logger in loggers]
+    to.values["stats.sinks"] = [*to.values.get("stats.sinks", []), *references]
+    _enable(_ADAPTER, to)
+
+
+def _kv_transfer(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    config = table(value)
+    connector, module = config.pop("kv_connector", None), config.pop("kv_connector_module_path", "")
+    if not connector or not module:
+        raise ConfigError(
+            f"kv_transfer_config.kv_connector: expected a class of kv_connector_module_path, got "
+            f"{connector!r}; use kv_connector.use for Hardpoint's own (docs/kv-connectors.md)"
+        )
+    reference = f"{module}:{connector}"
+    options = f"plugin.{_plugin_name(reference)}"
+    to.values["kv_connector.use"] = reference
+    to.values[f"{options}.kv_role"] = config.pop("kv_role", "kv_both")
+    if extra := config.pop("kv_connector_extra_config", None):
+        to.values[f"{options}.extra_config"] = dict(extra)
+    to.notes += [f"kv_transfer_config.{name}={config[name]!r} has no effect: connectors read "
+                 f"kv_connector_extra_config" for name in config]  # fmt: skip
+    _enable(_ADAPTER, to)
 
 
 def _io_processor(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
-    to.values["plugins.enable"] = [*to.values.get("plugins.enable", []), value]
+    _enable([*_ADAPTER, value], to)
 
 
 def _structured(value: Any, given: Mapping[str, Any], to: Translated) -> None:
@@ -276,6 +326,7 @@ SPECIAL: Mapping[str, Callable[[Any, Mapping[str, Any], Translated], None]] = {
     "speculative_config": _speculation,
     "logits_processors": _processors,
     "io_processor_plugin": _io_processor,
+    "kv_transfer_config": _kv_transfer,
     "structured_outputs_config": _structured,
     "guided_decoding_backend": _structured,
     "kv_events_config": _kv_events,

@@ -10,6 +10,7 @@ from hardpoint_vllm.stand_ins import stand_ins
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
 from hardpoint.errors import PluginContractError
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.testing import scripted_config, serve
 from hardpoint.vllm import LLM as VLLM
 from hardpoint.vllm import AsyncEngineArgs
@@ -32,8 +33,6 @@ def config_with(folder, *classes, **options):
 
 def expected(llm, rows, **params):
     """Return the sums of the model's vectors of rows."""
-    from hardpoint.plugins.params import PoolingParams
-
     outputs = llm.encode(rows, PoolingParams(pooler="mean", **params))
     return [float(output.outputs.sum()) for output in outputs]
 

@@ -34,7 +34,8 @@ _METHODS = {*V1_METHODS, "validate_params", "add_request", "apply_staged_writes"
 class VLLM(ComponentAdapter):
     """Adapts vLLM's plugin classes, with vLLM installed or without.
 
-    These are logits processors, output parsers, IO processors and stat loggers. Classes of other kinds are refused with the kind that replaces them.
+    These are logits processors, output parsers, IO processors and stat loggers. Classes of other
+    kinds are refused with the kind that replaces them.
     """
 
     contract = 1

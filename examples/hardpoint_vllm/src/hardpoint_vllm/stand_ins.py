@@ -247,7 +247,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     **PARSER_MODULES,
     **IO_PROCESSOR_MODULES,
     **STAT_LOGGER_MODULES,
-    **dict.fromkeys(PROGRAM_NAMES, {}),
+    **{module: dict[str, Any]() for module in PROGRAM_NAMES},
     "vllm": _PARAMS,
     "vllm.sampling_params": _PARAMS,
     "vllm.config": {"VllmConfig": VllmConfigFields},

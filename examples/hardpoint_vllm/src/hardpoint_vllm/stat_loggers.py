@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -102,7 +103,7 @@ class AdaptedStatLogger(AdaptedComponent, StatSink):
 
     contract = 1
     adapter = "vLLM stat logger"
-    target: ClassVar[type]
+    target: ClassVar[Any]
 
     def __init__(self, context: StatSinkContext) -> None:
         """Build the logger of the first engine, so that a class that fails stops the start."""
@@ -241,13 +242,10 @@ def _finished(request: FinishedRequest) -> NamedFields:
 
 
 def _finish_reason(name: str) -> Any:
-    """Return vLLM's own member where vLLM is installed."""
+    """Return a reason; of vLLM's own enumeration if vLLM is installed and imported."""
     reason = _REASONS.get(name, FinishReason.STOP)
-    try:
-        from vllm.v1.engine import FinishReason as Installed  # noqa: PLC0415 - may be missing
-    except ImportError:
-        return reason
-    return Installed[reason.name]
+    installed = sys.modules.get("vllm.v1.engine")
+    return reason if installed is None else installed.FinishReason[reason.name]
 
 
 def _config(context: StatSinkContext) -> NamedFields:
@@ -269,14 +267,20 @@ _LOGGERS = {
     "AggregateStatLoggerBase": AggregateStatLoggerBase,
     "StatLoggerFactory": Callable[[Any, int], StatLoggerBase],
 }
-_STATS = {
-    name: NamedFields
-    for name in ("SchedulerStats", "IterationStats", "FinishedRequestStats", "PrefixCacheStats")
-}
+_STATS = dict.fromkeys(
+    (
+        "SchedulerStats",
+        "IterationStats",
+        "FinishedRequestStats",
+        "PrefixCacheStats",
+        "MultiModalCacheStats",
+    ),
+    NamedFields,
+)
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "vllm.v1.engine": {"FinishReason": FinishReason},
     "vllm.v1.metrics": {},
     "vllm.v1.metrics.loggers": _LOGGERS,
-    "vllm.v1.metrics.stats": _STATS | {"MultiModalCacheStats": NamedFields},
+    "vllm.v1.metrics.stats": _STATS,
 }
 """Names by module, where vLLM is not installed."""

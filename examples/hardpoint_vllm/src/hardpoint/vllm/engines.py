@@ -214,7 +214,7 @@ class AsyncLLM:
         stat_loggers: Sequence[type] | None = None,
         **__: Any,
     ) -> AsyncLLM:
-        """Open an engine, with stat loggers beside the sinks of `stats.sinks`."""
+        """Open an engine, with stat loggers in addition to the sinks of `stats.sinks`."""
         return cls(engine_args, stat_loggers or ())
 
     @classmethod

@@ -192,7 +192,7 @@ def add_stat_loggers(loggers: Sequence[Any], to: Translated) -> None:
     _enable(_ADAPTER, to)
 
 
-def _kv_transfer(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _kv_transfer(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     config = table(value)
     connector, module = config.pop("kv_connector", None), config.pop("kv_connector_module_path", "")
     if not connector or not module:

@@ -19,6 +19,7 @@ from hardpoint.testing import (
 )
 
 with stand_ins():
+    import vllm_connecting
     import vllm_parsing
     import vllm_serving
 
@@ -50,6 +51,7 @@ class TestVLLM(ComponentAdapterSuite):
         vllm_parsing.Arrows,
         vllm_serving.Numbers,
         vllm_serving.LatencyLogger,
+        vllm_connecting.FolderConnector,
     ]
     refused = [
         foreign.TwoArguments,
@@ -58,6 +60,8 @@ class TestVLLM(ComponentAdapterSuite):
         vllm_parsing.WithoutMethod,
         vllm_serving.WithoutParsing,
         vllm_serving.Unfinished,
+        vllm_connecting.NeedsPool,
+        vllm_connecting.Unfinished,
     ]
     modules = ["vllm", "vllm.config", "vllm.v1.sample.logits_processor"]
 

@@ -90,7 +90,7 @@ def test_the_modules_are_gone_after_the_import(scripted):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import vllm.distributed", "there is no module 'vllm.distributed': vLLM is not installed"),
+        ("import vllm.compilation", "there is no module 'vllm.compilation': vLLM is not installed"),
         ("from vllm.config import CacheConfig", "there is no 'CacheConfig' of vllm.config: vLLM"),
         ("import vllm; vllm.LLM", "there is no 'LLM' of vllm: vLLM is not installed"),
     ],
@@ -104,8 +104,8 @@ def test_what_does_not_stand_in_is_named(scripted, tmp_path, monkeypatch, source
 
 
 OTHER_KINDS = [
-    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", "kv_connectors"),
-    ("vllm.distributed.kv_transfer.kv_connector.v1", "KVConnectorBase_V1", "kv_connectors"),
+    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "CopyBlocksOp", "kv_connectors"),
+    ("vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector", "Nixl", "kv_connectors"),
     ("vllm.plugins.io_processors", "get_io_processor", "io_processors"),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "schedulers"),
     ("vllm.v1.core.sched.interface", "SchedulerInterface", "schedulers"),

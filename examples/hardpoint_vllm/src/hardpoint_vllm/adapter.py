@@ -18,6 +18,7 @@ from hardpoint.toolkit.logits_calls import (
 
 from .batch_classes import V1_METHODS, VLLMV1Class
 from .callables import adapt_callable
+from .connectors import adapt_connector, is_connector
 from .io_processors import adapt_processor, is_processor
 from .other_classes import why_not_adapted
 from .parsers import adapt_parser, form_of
@@ -34,8 +35,8 @@ _METHODS = {*V1_METHODS, "validate_params", "add_request", "apply_staged_writes"
 class VLLM(ComponentAdapter):
     """Adapts vLLM's plugin classes, with vLLM installed or without.
 
-    These are logits processors, output parsers, IO processors and stat loggers. Classes of other
-    kinds are refused with the kind that replaces them.
+    These are logits processors, output parsers, IO processors, stat loggers and KV connectors.
+    Classes of other kinds are refused with the kind that replaces them.
     """
 
     contract = 1
@@ -73,7 +74,12 @@ class VLLM(ComponentAdapter):
         return stand_ins() if is_missing(module) else None
 
 
-_ADAPTATIONS = ((form_of, adapt_parser), (is_processor, adapt_processor), (is_logger, adapt_logger))
+_ADAPTATIONS = (
+    (form_of, adapt_parser),
+    (is_processor, adapt_processor),
+    (is_logger, adapt_logger),
+    (is_connector, adapt_connector),
+)
 
 
 def _adaptation(target: Any) -> Callable[[Any, Source], type[Component]] | None:

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .batch_classes import ExternalBatchUpdate, MoveDirectionality
+from .connectors import MODULES as CONNECTOR_MODULES
 from .io_processors import MODULES as IO_PROCESSOR_MODULES
 from .objects import ExternalParams, VllmConfigFields
 from .other_classes import ADAPTED, why_not_in
@@ -247,6 +248,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     **PARSER_MODULES,
     **IO_PROCESSOR_MODULES,
     **STAT_LOGGER_MODULES,
+    **CONNECTOR_MODULES,
     **{module: dict[str, Any]() for module in PROGRAM_NAMES},
     "vllm": _PARAMS,
     "vllm.sampling_params": _PARAMS,

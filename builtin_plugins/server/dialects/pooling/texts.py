@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 from .request import MAX_INPUTS, EmbeddingsRequest, PooledFields, PooledUsage
 
+_SPECIAL_TOKENS = 8
+"""Most special tokens that a tokenizer adds to a text."""
+
 
 class TextPooler:
     """Pools the texts of requests, and puts the prompts of the model before them."""
@@ -112,6 +115,24 @@ class TextPooler:
                 if isinstance(text, str):
                     texts[place] = prefix + text
 
+    async def without_ends(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """Return texts, and the first token ids of texts that are longer than the context.
+
+        Special tokens that the tokenizer adds at the end of a text stay there.
+        """
+        engine = self._service.engine
+        limit = engine.config.max_model_len
+        inputs: dict[str, Any] = dict(texts)
+        for place, text in texts.items():
+            # A token has at least one byte, except special ones.
+            if isinstance(limit, int) and len(text.encode()) > limit - _SPECIAL_TOKENS:
+                ids = await engine.model.tokenize(text)
+                content = await engine.model.tokenize(text, add_special_tokens=False)
+                if len(ids) > limit:
+                    end = _num_after(ids, content)
+                    inputs[place] = ids[: limit - end] + ids[len(ids) - end :]
+        return inputs
+
     async def pool(
         self,
         call: Call,
@@ -148,6 +169,14 @@ class TextPooler:
                     code=output.finish_reason,
                 )
         return outputs
+
+
+def _num_after(ids: Sequence[int], content: Sequence[int]) -> int:
+    """Return the number of special tokens after the content of a text; 0 if it is not found."""
+    for start in range(len(ids) - len(content) + 1):
+        if ids[start : start + len(content)] == content:
+            return len(ids) - len(content) - start
+    return 0
 
 
 def refuse_activation(use_activation: bool | None) -> None:

@@ -134,6 +134,8 @@ class VectorRoutes:
             inputs: dict[str, Any] = dict(texts)
             if (purpose := body.purpose) is not None:
                 await self._pooler.add_prefix(inputs, "purpose", purpose)
+            if body.truncate == "END":
+                inputs = await self._pooler.without_ends(inputs)
             outputs = await self._pooler.pool(call, fields, inputs, params)
             usage = usage_of(outputs)
             return cohere_embeddings(body, list(texts.values()), outputs, usage.prompt_tokens)

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.routes.models import json_response
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
@@ -59,7 +59,7 @@ class RenderRoute:
             length = engine.config.max_model_len
             room = length - len(ids) if isinstance(length, int) else None
             rendered = rendered_request(
-                body, ids, model, new_id("chatcmpl-", body.request_id), room
+                body, ids, model, answer_ids("chatcmpl-", call, body.request_id)[0], room
             )
             if (structured := await self._grammar_of_calls(body, prompt)) is not None:
                 rendered = _with_grammar(rendered, structured)

@@ -85,7 +85,7 @@ class TestRender:
             "tool_choice": choice,
             "response_format": None,
             "temperature": 0,
-            "max_tokens": 60,
+            "max_tokens": 200,
         }
         rendered = post(server, "/v1/chat/completions/render", **fields)
         assert "structural_tag" in rendered["sampling_params"]["structured_outputs"]

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from hardpoint.builtin_plugins.server.routes.answers import new_id
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
 
@@ -160,6 +159,7 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
 
 
 def cohere_embeddings(
+    answer_id: str,
     body: CohereEmbedRequest,
     texts: list[str],
     outputs: Sequence[PoolingRequestOutput],
@@ -168,12 +168,13 @@ def cohere_embeddings(
     """Return the answer to a request.
 
     Args:
+        answer_id: id of the answer.
         outputs: results of the texts, in their order.
         num_tokens: tokens of all texts.
     """
     vectors = [output.outputs for output in outputs]
     return CohereEmbeddings(
-        new_id("embd-"),
+        answer_id,
         {name: list(map(_FORMS[name], vectors)) for name in body.embedding_types},
         texts,
         CohereMeta(ApiVersion(), BilledUnits(num_tokens)),

@@ -11,7 +11,7 @@ import numpy as np
 
 from hardpoint.builtin_plugins.server.dialects.chat.request import plain_messages
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.routes.compatibility_fields import check_truncation_side
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import PluginFaultError, shown
@@ -157,7 +157,11 @@ class TextPooler:
         self._service.check_prompt(parts, name=next(iter(texts)).partition("[")[0])
         extras = self._service.extras(call, body)
         outputs = await self._service.engine.encode_batch(
-            list(texts.values()), params, names=list(texts), **extras
+            list(texts.values()),
+            params,
+            request_id=answer_ids("pool-", call, body.request_id)[1],
+            names=list(texts),
+            **extras,
         )
         for place, output in zip(texts, outputs, strict=True):
             if output.finish_reason == "error":
@@ -276,9 +280,9 @@ def usage_of(outputs: Sequence[PoolingRequestOutput]) -> PooledUsage:
     return PooledUsage(count, count)
 
 
-def answer_id(body: PooledFields, prefix: str) -> str:
+def answer_id(call: Call, body: PooledFields, prefix: str) -> str:
     """Return the id of an answer."""
-    return new_id(f"{prefix}-", body.request_id)
+    return answer_ids(f"{prefix}-", call, body.request_id)[0]
 
 
 def now() -> int:

@@ -17,11 +17,11 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.routes.fields import (
     Renaming,
-    check_limits,
     reasoning_variables,
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.images import check_images, with_owner
+from hardpoint.builtin_plugins.server.routes.request_limits import check_limits
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Call, Client, Route

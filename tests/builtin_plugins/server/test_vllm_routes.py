@@ -85,7 +85,7 @@ class TestRender:
             "tool_choice": choice,
             "response_format": None,
             "temperature": 0,
-            "max_tokens": 200,
+            "max_tokens": 700,
         }
         rendered = post(server, "/v1/chat/completions/render", **fields)
         assert "structural_tag" in rendered["sampling_params"]["structured_outputs"]
@@ -113,6 +113,7 @@ def tool(name):
         "type": "object",
         "properties": {"zone": {"enum": ["UTC", "CET"]}},
         "required": ["zone"],
+        "additionalProperties": False,
     }
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 

@@ -99,8 +99,8 @@ def object_hint(target: Any, kind: str | None = None) -> str:
 
 def _advice(package: ExternalPackage) -> str:
     return (
-        f"of {package.engine}'s classes, logits processors run: {package.install_hint}; "
-        f"docs/migrate-from-vllm.md names the kinds that replace the others"
+        f"of {package.engine}'s classes, processors, parsers, stat loggers and connectors run: "
+        f"{package.install_hint}; docs/migrate-from-vllm.md names the kinds that replace the others"
     )
 
 

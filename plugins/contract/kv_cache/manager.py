@@ -192,8 +192,8 @@ class KVCacheManager(Protocol):
         """Extend a request's blocks to hold `num_new_tokens` more than are computed.
 
         The blocks that `Request.releases` has released for the next token leave the tables first.
-        Without lookahead and releases, a single token changes nothing if it is neither the first nor the last
-        one of a block: it needs no call.
+        Without lookahead and releases, a single token changes nothing if it is neither the first
+        nor the last one of a block: it needs no call.
 
         Returns:
             The new blocks per group, `()` if it needs none; None, with nothing changed, if there

@@ -42,7 +42,7 @@ class Attention(Protocol):
     backend: AttentionBackend
     source: Source
     specs: Sequence[KVSpec]
-    group_of: Sequence[int]
+    group_of: tuple[int, ...]
     states: Any
 
 

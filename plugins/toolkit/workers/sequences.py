@@ -66,12 +66,15 @@ class LoadedSequences:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        num_layers: int | None = None,
     ) -> None:
         """Allocate the cache; there are no sequences.
 
         Args:
             close: closes the model and its backends.
+            num_layers: as for `ForwardBatch`.
         """
+        self._num_layers = num_layers
         self._model, self._attention, self._close = model, attention, close
         self._num_blocks, self._block_size, self._device = num_blocks, block_size, device
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
@@ -185,8 +188,15 @@ class LoadedSequences:
             block_size=size,
         )
         attend = self._attention.of_step(self._caches, [step] * len(self._attention.groups))
+        if self._num_layers is not None:
+            attend = _first_layers(attend, self._num_layers)
         place = self._device
-        return ForwardBatch(to_device(ids, place, torch.int64), to_device(positions, place), attend)
+        return ForwardBatch(
+            to_device(ids, place, torch.int64),
+            to_device(positions, place),
+            attend,
+            num_layers=self._num_layers,
+        )
 
     def close(self) -> None:
         """Close the model and its backends."""
@@ -201,6 +211,8 @@ def main_sequences(
     num_ranks: int,
     available: int,
     block_size: int,
+    num_layers: int | None,
+    max_layers: int,
     **sizes: Any,
 ) -> LoadedSequences:
     """Return sequences of the model of a worker, with a KV cache for so many tokens.
@@ -208,6 +220,8 @@ def main_sequences(
     Args:
         num_ranks: number of ranks that share the model.
         available: bytes for the cache.
+        num_layers: number of layers to compute, which `attention` has; None is all.
+        max_layers: number of layers of the model.
         sizes: as for `LoadedSequences`.
 
     Raises:
@@ -219,11 +233,31 @@ def main_sequences(
         )
     if attention.states is not None:
         raise ModelError("model: expected attention in all layers, the engine's has states in some")
+    if num_layers is not None and not 1 <= num_layers <= max_layers:
+        raise ModelError(f"num_layers: expected 1..{max_layers}, got {num_layers}")
     num_blocks = -(-num_tokens // block_size)
     if (needed := num_blocks * attention.bytes_per_block) > available:
         raise ModelError(
             f"model: the cache of {num_tokens} tokens needs {needed} bytes, "
             f"{available} are available"
         )
-    sizes["block_size"] = block_size
-    return LoadedSequences(model, attention, num_blocks, lambda: None, **sizes)
+    sizes |= {"block_size": block_size, "num_layers": num_layers}
+    sequences = LoadedSequences(model, attention, num_blocks, lambda: None, **sizes)
+    if num_layers is not None:
+        sequences.extend({"trial": [0]})
+        sequences.cut("trial", 0)
+    return sequences
+
+
+def _first_layers(attend: Attend, num_layers: int) -> Attend:
+    """Return the attention of the first layers."""
+
+    def attend_first(layer: int, *inputs: Any) -> torch.Tensor:
+        if layer >= num_layers:
+            raise ModelError(
+                f"num_layers: expected a model that computes {num_layers} layers if "
+                f"ForwardBatch.num_layers says so, it computes layer {layer}"
+            )
+        return attend(layer, *inputs)
+
+    return attend_first

@@ -350,9 +350,10 @@ class Llama(Model):
         if routed is None:
             result[rows] = self.run_mlp(index, h[rows], batch)
         else:
-            part = dataclasses.replace(batch, routed_experts=routed[rows])
+            experts = routed[rows]
+            part = dataclasses.replace(batch, routed_experts=experts)
             result[rows] = self.run_mlp(index, h[rows], part)
-            routed[rows] = part.routed_experts
+            routed[rows] = experts
         return result
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

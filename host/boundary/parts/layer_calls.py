@@ -89,7 +89,7 @@ class LayerCalls:
     ) -> None:
         """Let halves change a residual stream and the summand of a layer, in place."""
         if (skipped := self.skips(layer)) is not None:
-            delta.masked_fill_(skipped.unsqueeze(1), 0)
+            delta.masked_fill_(skipped.to(delta.device).unsqueeze(1), 0)
         for half, indices, rows in self._with("added"):
             layers = self._layers[half]
             if not indices or not (layers is None or layer in layers):
@@ -124,7 +124,7 @@ class LayerCalls:
                 whole = self._skipped[layer]
                 if whole is None:
                     whole = part.new_zeros(self._num_tokens)
-                whole[indices] |= part
+                whole[indices] |= part.to(whole.device)
                 self._skipped[layer] = whole
         return self._skipped[layer]
 

@@ -300,7 +300,7 @@ class ActivationTapSuite(TimedSuite):
 
     def _methods(self, site: TapSite | None = None) -> list[str]:
         """Return the methods that it overrides; of a site, those that are called there."""
-        names = ("read", "change", "exits")
+        names: tuple[str, ...] = ("read", "change", "exits")
         if site is not None and site.place != "layer_output":
             names = names[:2]
         return [name for name in names if getattr(self.tap, name) != getattr(ActivationTap, name)]
@@ -379,7 +379,10 @@ class ActivationTapSuite(TimedSuite):
         requests = [replace(request, arguments=arguments) for request in requests]
         for site in self.tap.sites(arguments):
             hidden = self._hidden(requests)
-            unchanged = {"change": hidden, "exits": torch.zeros_like(hidden[:, 0], dtype=torch.bool)}
+            unchanged = {
+                "change": hidden,
+                "exits": torch.zeros_like(hidden[:, 0], dtype=torch.bool),
+            }
             for method in self._methods(site):
                 if method in unchanged:
                     result = _Call(self, tap, method, site, self.hidden_size)(requests)

@@ -50,8 +50,8 @@ POSITIONS = Rule(
 )
 SKIPS = Rule(
     "skips: a token that skips a layer keeps its residual stream, and writes keys and values",
-    "compute q, k and v of all tokens in each layer, and leave out the MLP of tokens in hooks.skips "
-    "alone; after the first batch.num_layers layers, continue with the last norm",
+    "compute q, k and v of all tokens in each layer, and leave out the MLP of tokens in "
+    "hooks.skips alone; after the first batch.num_layers layers, continue with the last norm",
 )
 STATE = Rule(
     "state: forward keeps nothing for the next step",

@@ -91,15 +91,18 @@ class ModelSequences:
         hidden = self._model.forward(batch)
         after = {"token_ids": snapshot(ids), "positions": snapshot(where)}
         self.changed += [name for name in before if before[name] != after[name]]
+        self._check_complete(called, num_layers)
+        self._states.check_complete()
+        self._check_hidden(hidden, len(flat))
+        return hidden
+
+    def _check_complete(self, called: set[int], num_layers: int | None) -> None:
         self.num_attended = len(called)
         if missing := sorted(set(range(len(self._histories))[:num_layers]) - called):
             raise rules.ATTEND.violation(
                 f"forward called attend for no layer {', '.join(map(str, missing))}, kv_specs has "
                 f"{len(self._histories)} layers"
             )
-        self._states.check_complete()
-        self._check_hidden(hidden, len(flat))
-        return hidden
 
     def _check_call(
         self, called: set[int], layer: Any, tensors: Mapping[str, Any], tokens: int

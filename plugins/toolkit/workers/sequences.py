@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -66,15 +67,12 @@ class LoadedSequences:
         max_model_len: int,
         block_size: int,
         device: torch.device,
-        num_layers: int | None = None,
     ) -> None:
         """Allocate the cache; there are no sequences.
 
         Args:
             close: closes the model and its backends.
-            num_layers: as for `ForwardBatch`.
         """
-        self._num_layers = num_layers
         self._model, self._attention, self._close = model, attention, close
         self._num_blocks, self._block_size, self._device = num_blocks, block_size, device
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
@@ -188,15 +186,8 @@ class LoadedSequences:
             block_size=size,
         )
         attend = self._attention.of_step(self._caches, [step] * len(self._attention.groups))
-        if self._num_layers is not None:
-            attend = _first_layers(attend, self._num_layers)
         place = self._device
-        return ForwardBatch(
-            to_device(ids, place, torch.int64),
-            to_device(positions, place),
-            attend,
-            num_layers=self._num_layers,
-        )
+        return ForwardBatch(to_device(ids, place, torch.int64), to_device(positions, place), attend)
 
     def close(self) -> None:
         """Close the model and its backends."""
@@ -241,23 +232,38 @@ def main_sequences(
             f"model: the cache of {num_tokens} tokens needs {needed} bytes, "
             f"{available} are available"
         )
-    sizes |= {"block_size": block_size, "num_layers": num_layers}
-    sequences = LoadedSequences(model, attention, num_blocks, lambda: None, **sizes)
-    if num_layers is not None:
-        sequences.extend({"trial": [0]})
-        sequences.cut("trial", 0)
+    sizes["block_size"] = block_size
+    if num_layers is None:
+        return LoadedSequences(model, attention, num_blocks, lambda: None, **sizes)
+    first = _FirstLayers(model, num_layers)
+    sequences = LoadedSequences(first, attention, num_blocks, lambda: None, **sizes)
+    sequences.extend({"trial": [0]})
+    sequences.cut("trial", 0)
     return sequences
 
 
-def _first_layers(attend: Attend, num_layers: int) -> Attend:
-    """Return the attention of the first layers."""
+class _FirstLayers:
+    """The first layers of a model, its last norm and its output layer."""
 
-    def attend_first(layer: int, *inputs: Any) -> torch.Tensor:
-        if layer >= num_layers:
-            raise ModelError(
-                f"num_layers: expected a model that computes {num_layers} layers if "
-                f"ForwardBatch.num_layers says so, it computes layer {layer}"
-            )
-        return attend(layer, *inputs)
+    def __init__(self, model: SequencesModel, num_layers: int) -> None:
+        self._model, self._num_layers = model, num_layers
 
-    return attend_first
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            angles: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            if layer >= self._num_layers:
+                raise ModelError(
+                    f"num_layers: expected a model that computes {self._num_layers} layers if "
+                    f"ForwardBatch.num_layers says so, it computes layer {layer}"
+                )
+            return batch.attend(layer, q, k, v, angles)
+
+        return self._model.forward(replace(batch, attend=attend, num_layers=self._num_layers))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.compute_logits(hidden)

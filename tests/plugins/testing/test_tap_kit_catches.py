@@ -143,7 +143,9 @@ def test_a_broken_tap_fails_its_rule(cls, test, rule, pattern, monkeypatch):
     assert_fails(ActivationTapSuite, attributes(cls), test, rule, pattern)
 
 
-@pytest.mark.parametrize("cls", [broken.Norms, broken.Scaled, broken.Exits, broken.MultipliesRows], ids=label)
+@pytest.mark.parametrize(
+    "cls", [broken.Norms, broken.Scaled, broken.Exits, broken.MultipliesRows], ids=label
+)
 def test_correct_components_pass(cls):
     assert messages_of(ActivationTapSuite, attributes(cls)) == {}
 

@@ -382,9 +382,9 @@ ADAPTED = [
 ]
 
 SKIPPING = [
-    (models.SkipsTheOthers, "skips", "skips", r"hidden states of tokens that skip layers \[0\] dif"),
-    (models.SkipsKeys, "skips", "skips", r"hidden states of tokens that skip layers \[0\] differ by"),
-    (models.SkipsTheNorm, "skips", "skips", "hidden states of a batch with num_layers=1 differ by"),
+    (models.SkipsTheOthers, "skips", "skips", r"states of tokens that skip layers \[0\] differ by"),
+    (models.SkipsKeys, "skips", "skips", r"states of tokens that skip layers \[0\] differ by"),
+    (models.SkipsTheNorm, "skips", "skips", "states of a batch with num_layers=1 differ by"),
 ]  # fmt: skip
 
 QUANTIZED = [

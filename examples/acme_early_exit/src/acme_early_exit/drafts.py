@@ -122,9 +122,7 @@ class SelfSpeculation(Speculator):
 
         ops.divide(logits, column(temperatures, torch.float32).unsqueeze(1))
         seeds = column([requests[name].seed for name in new], torch.int64)
-        tokens = ops.draw(
-            logits, seeds, column(positions, torch.int64), column(greedy, torch.bool)
-        )
+        tokens = ops.draw(logits, seeds, column(positions, torch.int64), column(greedy, torch.bool))
         return dict(zip(new, map(int, tokens.tolist()), strict=True))
 
     def ended(self, request: DraftRequest) -> None:

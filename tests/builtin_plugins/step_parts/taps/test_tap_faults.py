@@ -124,7 +124,9 @@ def test_stages_are_refused_by_name(folder):
         "executor": {"use": "multiproc"},
         "parallel": {"pipeline": 2},
     }
-    message = r"parallel.pipeline: expected 1 with activation taps \(raw, places, add, leave, faulty\)"
+    message = (
+        r"parallel.pipeline: expected 1 with activation taps \(raw, places, add, leave, faulty\)"
+    )
     with pytest.raises(ConfigError, match=message):
         LLM(str(folder), config=config, max_model_len=64)
 

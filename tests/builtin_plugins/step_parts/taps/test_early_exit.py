@@ -13,6 +13,7 @@ from support.cases import nightly_but
 from support.plugins.tapping import TAPS
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.models.llama import Llama
 
 MULTIPROC = {"executor": {"use": "multiproc"}}
 FORMS = {
@@ -178,3 +179,34 @@ def test_with_an_adapter(folder, reference, tmp_path):
         params = all_logprobs(4, plugin_args=args)
         (output,) = llm.generate([prompt], params, lora_request=lora("poet", 1, tmp_path))
     assert left_difference(output, prompt, merged, 0, lambda at: at % 2 == 0) < 1e-3
+
+
+def test_named_layers_are_skipped_by_a_step_part(folder, reference):
+    prompts, layers = [[5, 17, 200, 31, 8], [9, 4, 77], [5, 17, 200, 31, 8, 90]], [[0], [1], [0, 2]]
+    config = {"plugins": {"enable": ["support.plugins.skipping:Skipping"]}}
+    params = [all_logprobs(8, plugin_args={"skipping": {"layers": each}}) for each in layers]
+    with LLM(str(folder), config=config, max_model_len=64) as llm:
+        *outputs, plain = llm.generate([*prompts, prompts[0]], [*params, all_logprobs(8)])
+    for prompt, skipped, output in zip(prompts, layers, outputs, strict=True):
+        model = copy.deepcopy(reference)
+        for layer in reversed(skipped):
+            del model.model.layers[layer]
+        assert difference(output, prompt, model) < NEAR
+    assert difference(plain, prompts[0], reference) < NEAR
+
+
+@pytest.mark.parametrize(
+    ("every", "rows"), [(1, [(0, 6)]), (2, [(0, 6), (1, 3), (2, 3)])], ids=["all", "some"]
+)
+def test_tokens_that_skip_a_layer_leave_out_its_mlp(folder, reference, monkeypatch, every, rows):
+    calls, run_mlp = [], Llama.run_mlp
+
+    def noting(self, index, h, batch):
+        calls.append((index, len(h)))
+        return run_mlp(self, index, h, batch)
+
+    params = SamplingParams(max_tokens=1, plugin_args={"leave": {"layer": 0, "every": every}})
+    with opened(folder) as llm:
+        monkeypatch.setattr(Llama, "run_mlp", noting)
+        llm.generate([[5, 17, 200, 31, 8, 4]], params)
+    assert calls == rows

@@ -114,8 +114,8 @@ class SelfSpeculation(Speculator):
         logits, ops = self._model.extend(new), self.context.ops
         params = [requests[name].params for name in new]
         positions = [len(requests[name].output_token_ids) + len(drafts[name]) for name in new]
-        greedy = [each.greedy for each in params]
-        temperatures = [1.0 if each.greedy else each.temperature for each in params]
+        greedy = [sampling.greedy for sampling in params]
+        temperatures = [1.0 if sampling.greedy else sampling.temperature for sampling in params]
 
         def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=logits.device)

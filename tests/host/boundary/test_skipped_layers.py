@@ -58,8 +58,9 @@ def layers_of(parts, users, *, asks=True):
     hooks, left = LayerHooks(), {}
     requests = [SimpleNamespace(request_id=name) for name in "abc"]
     data = {part: PartData(b"", ids) for part, ids in users.items()}
-    counts = {"a": 2, "b": 1, "c": 3}
-    parts.begin(SchedulerOutput(num_scheduled_tokens=counts, part_data=data))
+    counts = {"num_scheduled_tokens": {"a": 2, "b": 1, "c": 3}}
+    counts |= {"total_num_scheduled_tokens": STARTS[-1]}
+    parts.begin(SchedulerOutput(part_data=data, **counts))
     with parts.in_layers(hooks, requests, STARTS):
         for layer in range(2):
             if asks and hooks.skips is not None:

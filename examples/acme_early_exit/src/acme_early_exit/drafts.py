@@ -71,14 +71,16 @@ class SelfSpeculation(Speculator):
         drafts: dict[str, list[int]] = {request.request_id: [] for request in requests}
         new: dict[str, list[int]] = {}
         for request in requests:
-            tokens = [] if request.state is None else self._new_tokens(request)
-            name = request.request_id
-            if tokens and request.limit and self._model.reserve(name, len(tokens) + request.limit):
-                if len(tokens) > _CHUNK:  # the other tokens follow in the next steps
-                    self._model.extend({name: tokens[:_CHUNK]})
-                    request.state.extend(tokens[:_CHUNK])
-                else:
-                    new[name] = tokens
+            if request.state is None or not request.limit:
+                continue
+            tokens, name = self._new_tokens(request), request.request_id
+            if not self._model.reserve(name, len(tokens) + request.limit):
+                continue
+            if len(tokens) <= _CHUNK:
+                new[name] = tokens
+            else:  # a long prompt is computed over several steps, without drafts
+                self._model.extend({name: tokens[:_CHUNK]})
+                request.state.extend(tokens[:_CHUNK])
         by_name = {request.request_id: request for request in requests}
         while new and budget > 0:
             drawn = self._drawn(new, by_name, drafts)

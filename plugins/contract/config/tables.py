@@ -63,6 +63,8 @@ class PluginsConfig(Strict):
             before requests that use it are rejected; 0 is no limit.
         slow_seconds: time that a plugin's methods may take in one step, for which all requests
             wait; a longer one is counted in `LLM.plugins.health()` and logged. 0 is no limit.
+        io_rounds: maximum number of rounds of prompts in a call of an IO processor.
+        io_prompts: maximum number of prompts in all rounds of a call of an IO processor.
         foreign_groups: entry-point groups of other engines to search for logits processors,
             "vllm.logits_processors" for example.
         live: names of the plugins that a live change over HTTP may enable, as a replacement too;
@@ -79,6 +81,8 @@ class PluginsConfig(Strict):
     on_error: dict[str, Literal["request", "step", "engine"]] = {}
     quarantine_after: Live[Annotated[int, Meta(ge=0)]] = 3
     slow_seconds: Annotated[float, Meta(ge=0)] = 1.0
+    io_rounds: Live[Annotated[int, Meta(ge=1)]] = 16
+    io_prompts: Live[Annotated[int, Meta(ge=1)]] = 65536
     foreign_groups: list[Literal["vllm.logits_processors"]] = []
     live: list[Name] = []
     change_seconds: Live[PositiveSeconds] = 30.0

@@ -49,17 +49,6 @@ class TestWrites(IOProcessorSuite):
     refused = ["a", [1], {"a": "b"}]
 
 
-class TestInRounds(IOProcessorSuite):
-    processor = InRounds
-    samples = [{"rounds": [[[1], []], [[3]]]}, {"rounds": []}]
-
-    def test_effect(self):
-        """Its outputs are numbers of outputs."""
-
-    def test_refused(self):
-        """It takes any object."""
-
-
 def config(scripted, *processors, **tables):
     """Return a configuration with processors, by class."""
     names = [f"{one.__module__}:{one.__qualname__}" for one in processors]
@@ -244,7 +233,7 @@ class TestSeveralRounds:
         assert opened.plugins.process({"rounds": []}, as_json=True) == b"[1]"
         assert InRounds.over == ["returned", "returned"]
         lines = opened.metrics().splitlines()
-        (prompts,) = [line for line in lines if line.startswith("vllm:prompt_tokens_total{")]
+        (prompts,) = [line for line in lines if line.startswith("hardpoint:prompt_tokens_total{")]
         assert float(prompts.rpartition(" ")[2]) == 2 + 3 + 1 + 2
 
     def test_an_error_of_a_round_ends_the_call(self, opened):
@@ -273,7 +262,7 @@ class TestSeveralRounds:
         )
         with pytest.raises(RequestError, match=expected):
             opened.plugins.process({"rounds": [[[1]] * 5] * 2})
-        opened.engines.set_config({"plugins": {"io_prompts": 11}})
+        opened.engines.set_config({"plugins.io_prompts": 11})
         assert opened.plugins.process({"rounds": [[[1]] * 5] * 2}) == [1, 5, 5]
         assert InRounds.over == ["returned", "ended", "ended", "returned"]
 

@@ -25,6 +25,6 @@ class TestSpans(IOProcessorSuite):
 
 class TestDigest(IOProcessorSuite):
     processor = Digest
-    options = {"size": 16, "words": 8}
+    options = {"size": 16, "max_tokens": 8}
     samples = [{"text": "a short text"}, {"text": "the fox jumps over the lazy dog " * 5}]
     refused = [{"text": ""}, {"texts": ["a"]}]

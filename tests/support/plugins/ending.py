@@ -45,7 +45,7 @@ class UpperHalf(FrontendHalf):
         return UpperFormat(Upper.events[-1], request.tags.get("fails in"))
 
     def prepare(self, request: Any, reasoning: Any) -> None:
-        """Reject a request whose tags say so."""
+        """Reject a request with such a tag."""
         if request.tags.get("fails in") == "prepare":
             raise plugins.RequestError("tags: expected others")
 
@@ -98,7 +98,7 @@ class Fails(LogitsProcessor):
         fails: bool = False
 
     def apply(self, logits: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Fail if a row says so."""
+        """Fail for a row with the argument."""
         if any(arguments.fails for arguments in rows.arguments()):
             raise ValueError("it fails")
         return logits

@@ -28,7 +28,7 @@ class Text(Strict):
     """A text to summarize.
 
     Attributes:
-        text: of any length.
+        text: document of any length.
     """
 
     text: Annotated[str, Meta(min_length=1)]
@@ -59,13 +59,13 @@ class Digest(IOProcessor):
             instruction: text before each span.
             ending: text after it.
             size: most tokens of a span; by default half of what the model reads, at most 256.
-            words: most tokens of a summary.
+            max_tokens: most tokens of a summary.
         """
 
         instruction: str = "Summarize: "
         ending: str = "\n"
         size: Annotated[int, Meta(ge=2)] | None = None
-        words: Annotated[int, Meta(ge=1)] = 64
+        max_tokens: Annotated[int, Meta(ge=1)] = 64
 
     options: Options
 
@@ -80,13 +80,13 @@ class Digest(IOProcessor):
         self._tokenizer = context.tokenizer()
         self._before = self._tokenizer.encode(self.options.instruction)
         self._after = self._encoded(self.options.ending)
-        words = self.options.words
-        room = context.max_model_len - len(self._before) - len(self._after) - words
+        most = self.options.max_tokens
+        room = context.max_model_len - len(self._before) - len(self._after) - most
         self._size = self.options.size or min(context.max_model_len // 2, 256)
-        if not 2 * words <= self._size <= room:
+        if not 2 * most <= self._size <= room:
             raise ConfigError(
-                f"plugin.{self.name}.size: expected {2 * words} to {room} tokens, two summaries "
-                f"of {words} or more, got {self._size}"
+                f"plugin.{self.name}.size: expected {2 * most} to {room} tokens, two summaries "
+                f"of {most} or more, got {self._size}"
             )
 
     def pre_process(self, request: Text) -> Prompts:
@@ -100,14 +100,14 @@ class Digest(IOProcessor):
         rounds = 1
         while len(outputs) > 1:
             texts = [output.outputs[0].text for output in outputs]
-            # Of at most `words` tokens, so that the next round has half as many prompts.
-            summaries = [self._encoded(text)[: self.options.words] for text in texts]
+            # Of at most `max_tokens` tokens, so that the next round has half as many prompts.
+            summaries = [self._encoded(text)[: self.options.max_tokens] for text in texts]
             outputs = yield self._prompts([token for ids in summaries for token in ids])
             rounds += 1
         return Summary(summary=outputs[0].outputs[0].text.strip(), rounds=rounds)
 
     def _prompts(self, ids: list[int]) -> Prompts:
-        params = SamplingParams(temperature=0.0, max_tokens=self.options.words)
+        params = SamplingParams(temperature=0.0, max_tokens=self.options.max_tokens)
         return [
             ([*self._before, *ids[begin:end], *self._after], params)
             for begin, end in windows(len(ids), self._size, 0)

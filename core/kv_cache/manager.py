@@ -54,6 +54,17 @@ class BlockManager:
     that fills it is planned: a request that finds it in the same step reads it after it was
     written, because each layer writes keys and values of the whole batch before it attends.
 
+    Args:
+        num_blocks: size of the pool; with a windowed group, one of them is the null block.
+        groups: the layers' attention groups, each with its own table per request.
+        num_states: how many of the blocks are states, for the group that has such.
+        max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
+        hash_algorithm: "sha256" or "blake2b".
+        part_keys: keys of step parts, which the hashes include; None if no part has any.
+        eviction: chooses the cached blocks to reuse; by default the blocks released first.
+        metadata: in the context of the eviction policy; None where no policy reads it.
+        events: whether `take_events` returns anything.
+
     Attributes:
         pool: the block pool.
     """
@@ -73,19 +84,6 @@ class BlockManager:
         metadata: BlockMetadata | None = None,
         events: bool = False,
     ) -> None:
-        """Start with every block empty.
-
-        Args:
-            num_blocks: size of the pool; with a windowed group, one of them is the null block.
-            groups: the layers' attention groups, each with its own table per request.
-            num_states: how many of the blocks are states, for the group that has such.
-            max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
-            hash_algorithm: "sha256" or "blake2b".
-            part_keys: keys of step parts, which the hashes include; None if no part has any.
-            eviction: chooses the cached blocks to reuse; by default the blocks released first.
-            metadata: in the context of the eviction policy; None where no policy reads it.
-            events: whether `take_events` returns anything.
-        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = tuple(groups)
@@ -148,7 +146,7 @@ class BlockManager:
 
     def take_hashes(self, request: Request, hashes: list[bytes]) -> None:
         """Store the result of `hash_prompt` for a live request that has no blocks yet."""
-        self._hashes.store(request, hashes)
+        self._hashes.by_request.setdefault(request, hashes)
 
     def lookup(self, request: Request) -> CachedPrefix:
         """Return a request's longest cached prefix that leaves at least one token to compute."""
@@ -415,9 +413,7 @@ def _longest_prefix(
 
     Args:
         indices: per group, hash to block id.
-        hashes: hashes of the request's blocks.
         limit: longest prefix to consider, in blocks.
-        block_size: tokens per block.
     """
     full: dict[int, list[int]] = {}
     for group, (spec, index) in enumerate(zip(groups, indices, strict=True)):

@@ -1,9 +1,11 @@
-"""The persistent batch: the worker's state of its requests, as arrays by row."""
+"""The persistent batch: the worker's state of its requests, as arrays by row; inputs of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,13 +22,47 @@ from hardpoint.toolkit.batches.spans import Spans
 from hardpoint.toolkit.batches.update_builder import BatchUpdateBuilder
 from hardpoint.typed import ReadOnlyDict
 
-from .step_input import StepInput
-
 Drafts = Mapping[str, Sequence[int]]
 """Draft tokens by request id, as in a plan."""
 
 _FREE_ROW = LogitsRequest("", (), [], SamplingParams(), ())
 """The request of a row that has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """The tokens of one step, flattened; sequences with a single token come first.
+
+    Attributes:
+        requests: in the order of the step's sequences.
+        token_ids: int64 [tokens].
+        positions: int64 [tokens].
+        attention: the layout of the sequences for the attention backend, one per KV cache group.
+        query_starts: as in each of `attention`.
+        starts: int [seqs]; tokens of each sequence that were computed before.
+        samples: bool [seqs]; whether the step reaches the sequence's last known token or draft.
+        packed: the tensors in one; None if the batch does not pack them.
+        token_types: as in ForwardBatch.
+    """
+
+    requests: Sequence[LogitsRequest]
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: Sequence[AttentionStep]
+    query_starts: IntArray
+    starts: IntArray
+    samples: np.ndarray[Any, np.dtype[np.bool_]]
+    packed: PackedStep | None = None
+    token_types: torch.Tensor | None = None
+
+    def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
+        """Return the experts of the tokens of each request that asks for them."""
+        rows, starts = routed.cpu().numpy(), self.query_starts
+        return {
+            request.request_id: rows[starts[index] : starts[index + 1]].copy()
+            for index, request in enumerate(self.requests)
+            if request.params.routed_experts
+        }
 
 
 class InputBatch:
@@ -51,8 +87,6 @@ class InputBatch:
 
         Args:
             max_num_seqs: rows.
-            max_model_len: tokens of a row.
-            block_size: tokens per block.
             num_groups: KV cache groups; each has a block table for each row.
             packs: whether a step's tensors are parts of one, which one copy takes to a device.
         """
@@ -95,7 +129,6 @@ class InputBatch:
         """Add a request in the lowest free row.
 
         Args:
-            request: to add.
             output_token_ids: the request's live list.
             block_ids: its block table, one per group.
             num_computed_tokens: number of tokens with keys and values in these blocks.

@@ -30,7 +30,7 @@ from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.opening import open_worker_parts
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
 from hardpoint.host.boundary.text_guards import open_tokenizer
-from hardpoint.host.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
+from hardpoint.host.boundary.trial_steps import decode_bytes, padded_step, trial_bytes
 from hardpoint.host.registry.blame import close_if_failed, raise_unless_fault
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.host.system.memory import (
@@ -118,14 +118,8 @@ def measure(
     max_num_seqs, padded = spec.config.scheduler.max_num_seqs, None
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
     if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
-        padded = PaddedTrial(
-            model,
-            attention,
-            spec.device,
-            num_seqs=max_num_seqs,
-            max_model_len=spec.max_model_len,
-            block_size=spec.config.kv_cache.block_size,
-        )
+        block_size = spec.config.kv_cache.block_size
+        padded = padded_step(attention, spec.device, spec.max_model_len, block_size, max_num_seqs)
     num_rows = max_num_seqs * (1 + spec.num_draft_tokens)
     peak = trial_bytes(model, spec.device, tokens, num_rows, padded)
     del padded
@@ -147,11 +141,6 @@ def open_parts(
     """Build the worker halves of the step parts.
 
     Args:
-        spec: spec of the worker.
-        planned: the loaded model.
-        ops: operations of its layers.
-        ranks: the ranks of the model.
-        activity: records the methods that run.
         prepare_again: see `LoadedModel`.
 
     Raises:
@@ -217,11 +206,7 @@ def _loaded_model(
 
 
 def _open_sequences(spec: WorkerSpec, num_tokens: int) -> LoadedSequences:
-    """Load a further model, with a KV cache for so many tokens of all sequences together.
-
-    Raises:
-        ModelError: the model or its cache does not fit, or weights are missing.
-    """
+    """Load a further model, with a KV cache for so many tokens of all sequences together."""
     backend, ops = open_attention(spec), open_ops(spec)
     planned = plan_model(spec, ops, backend, Parallel(), lambda: memory_limit(spec.device))
     attention, size = planned.attention, spec.config.kv_cache.block_size
@@ -320,12 +305,7 @@ def _check_tokens(spec: WorkerSpec, further: WorkerSpec) -> None:
 
 
 def _tokens_of(spec: WorkerSpec, files: ModelFiles) -> Sequence[bytes]:
-    """Return the bytes of each token of a tokenizer.
-
-    Raises:
-        ModelError: there is no tokenizer.
-        NotImplementedError: it has no vocabulary.
-    """
+    """Return the bytes of each token of a tokenizer."""
     entry, size = spec.plugins.one("tokenizers"), spec.model_config.vocab_size
     with contextlib.closing(open_tokenizer(spec.plugins, entry, files, size)) as tokenizer:
         return tokenizer.vocabulary().tokens
@@ -342,7 +322,12 @@ def _config_of(config: EngineConfig, model: str) -> EngineConfig:
 
 
 class ReloadedModel:
-    """The share of a rank of the model with other weights; see the contract's `PreparedModel`."""
+    """The share of a rank of the model with other weights; see the contract's `PreparedModel`.
+
+    Args:
+        plan: builds the model without weights.
+        use: lets the worker run with the model; the spec describes it then.
+    """
 
     def __init__(
         self,
@@ -351,12 +336,6 @@ class ReloadedModel:
         plan: Callable[[WorkerSpec], PlannedModel],
         use: Callable[[PlannedModel, WorkerSpec], None],
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            plan: builds the model without weights.
-            use: lets the worker run with the model; the spec describes it then.
-        """
         self._spec = dataclasses.replace(spec, progress=no_progress)
         self._loader, self._plan, self._use = loader, plan, use
         self._planned: PlannedModel | None = None

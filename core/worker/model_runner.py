@@ -35,10 +35,9 @@ from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
-from .input_batch import InputBatch
+from .input_batch import InputBatch, StepInput
 from .late_tokens import LateTokens
 from .ranks import Ranks
-from .step_input import StepInput
 
 _Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
 """Plan, tokens, hidden states and experts of a step whose tokens are not sampled yet."""
@@ -230,7 +229,6 @@ class ModelRunner:
         """Sample from the hidden states that `execute` computed.
 
         Args:
-            bitmask: tokens that grammars allow.
             overlaps: whether the next step may be launched before the tokens are on the host.
 
         Returns:
@@ -295,11 +293,6 @@ class ModelRunner:
                 for token in tokens:
                     self._batch.append(request.request_id, token)
 
-    @torch.inference_mode()
-    def run_dummy(self) -> None:
-        """Run a step of one token without a cache."""
-        self.model.run_trial(1, 1)
-
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""
         return {} if self._sampling is None else self._sampling.pipeline.meters()
@@ -319,7 +312,6 @@ class ModelRunner:
         A processor that follows the batch gets the update of the next step after these tokens.
 
         Args:
-            hidden: hidden states of all tokens of the step.
             last: int64 [requests]; the row of each request's last token.
         """
         assert self._sampling is not None

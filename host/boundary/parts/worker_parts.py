@@ -309,8 +309,6 @@ class WorkerParts:
         """Let halves change embeddings and linear layers of a model while the body runs it.
 
         Args:
-            hooks: hooks of the model.
-            requests: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
         users = {
@@ -345,7 +343,6 @@ class WorkerParts:
 
         Args:
             hidden: [tokens, hidden_size].
-            requests: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
         for half in list(self._active):
@@ -390,9 +387,7 @@ class WorkerParts:
         """Return values with the rows of a half as it changed them; it never gets other rows.
 
         Args:
-            method: name of the half's method.
             values: [rows, ...].
-            indices: rows of the half.
             rows: last argument.
             before: arguments before the values.
         """
@@ -464,11 +459,7 @@ class WorkerParts:
     def _leave_out(
         self, half: BoundWorkerHalf, method: str, defect: str, cause: BaseException | None = None
     ) -> None:
-        """Leave a half out of the rest of the step.
-
-        Raises:
-            PluginFaultError: another rank gives the result of the step.
-        """
+        """Leave a half out of the rest of the step."""
         half.state.log()
         message = f"its {method}() {defect}"
         begins = method == "begin" and half.is_in_layers  # its layers are left out, too
@@ -486,11 +477,7 @@ def _run_model(forward: Callable[[ForwardBatch], torch.Tensor], step: ForwardSte
 
 
 def _run_around(half: BoundWorkerHalf, forward: Forward, step: ForwardStep) -> torch.Tensor:
-    """Return the hidden states that a half's function gives.
-
-    Raises:
-        PluginFaultError: it gave something else.
-    """
+    """Return the hidden states that a half's function gives."""
     hidden = forward(step)
     if not isinstance(hidden, torch.Tensor) or hidden.dim() != 2:
         raise half.wrong("around_model", hidden, "in a step, expected hidden states")

@@ -29,6 +29,7 @@ from hardpoint.typed import json_schema
 
 from .engines import Change
 from .io_processors import IOProcessors, RoundLimits
+from .reloading import LoopChanges
 from .running import AsyncRequests, SyncRequests
 
 if TYPE_CHECKING:
@@ -185,11 +186,24 @@ class AsyncPluginGroup(AsyncCaller):
     def __init__(self, engine: AsyncEngine, requests: AsyncRequests, change: Change) -> None:
         self._engine, self._requests, self._change = engine, requests, change
         self._policies = asyncio.Lock()
+        self._watcher: PluginWatcher | None = None
+        self._changes = LoopChanges(lambda: engine.loop, self.change)
 
     @property
     def manifest(self) -> Manifest:
         """The enabled plugins."""
         return self._engine.parts.plugins.manifest
+
+    def watch(self, watcher: PluginWatcher) -> None:
+        """Replace plugins when a watcher reports that their files were saved."""
+        self._watcher = watcher
+        watcher.start(lambda: self.manifest, self._changes.replace)
+
+    def end_watch(self) -> None:
+        """Stop the watcher, if there is one."""
+        self._changes.end()
+        if self._watcher is not None:
+            self._watcher.close()
 
     async def enable(self, *uses: Use, options: Options | None = None) -> Manifest:
         """Enable components while requests run; see `change`."""

@@ -38,7 +38,6 @@ from .requests.plugin_arguments import PluginArguments
 from .requests.submission import Submitter
 
 _MOST_NAMED = 8  # requests, in an error
-_ABORTED = str(FinishReason.ABORT)
 
 METRICS_TIMEOUT_S = 1.0
 """How long an export of metrics waits for the engine's answer."""
@@ -302,7 +301,7 @@ class Frontend:
         return ProcessedBatch(outputs, processed.aborts)
 
     def _call_finished_hook(self, output: RequestOutput) -> None:
-        aborted = any(completion.finish_reason == _ABORTED for completion in output.outputs)
+        aborted = any(completion.finish_reason == "abort" for completion in output.outputs)
         if aborted or not output.finished:
             return
         try:

@@ -150,6 +150,7 @@ REQUEST: dict[str, dict[str, Level]] = {
         "none": {},
         "read": {"plugin_args": {"raw": {"layers": [1]}}},
         "change": {"plugin_args": {"add": {"strength": 0.5}, "raw": {"layers": [2]}}},
+        "exit": {"plugin_args": {"leave": {"every": 3, "threshold": 0.02}}},
     },
     "eviction": {"none": {}, "window": {"plugin_args": {"window": {"window": 13}}}},
     "prompt": {"of ids": {}, "of embeddings": {}, "of both": {}, "with an image": {}},
@@ -178,6 +179,7 @@ EXTRAS: dict[tuple[str, str], Level] = {
     ("priority", "its own"): {"priority": -1},
 }
 """What levels of a request are besides parameters."""
+TAPPED = ("read", "change", "exit")
 REFUSED = (
     {
         (("prompt", name), ("logprobs", "of the prompt")): "prompt_logprobs: .*with prompt_embeds"
@@ -255,7 +257,7 @@ REFUSED = (
     }
     | {
         pair: words
-        for name in ("read", "change")
+        for name in TAPPED
         for pair, words in (
             *(
                 ((("model", model), ("taps", name)), "does not call ModelContext.hooks.added")
@@ -270,13 +272,13 @@ NOT_COMPARED = {
     *((("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name not in SCRIPTED),
     *((("cache", name), ("ranks", "tensor")) for name in ("of int8", "of fp8")),
     *((("ranks", "tensor"), ("adapter", name)) for name in SCALES),
-    *((("ranks", "tensor"), ("taps", name)) for name in ("read", "change")),
+    *((("ranks", "tensor"), ("taps", name)) for name in TAPPED),
     (("ranks", "tensor"), ("prompt", "with an image")),
 }
 """Pairs whose sums are rounded otherwise than alone.
 
-`test_parallel_equality`, `test_adapters_together`, `test_taps_together` and the `test_equality` of
-encoders compare them.
+`test_parallel_equality`, `test_adapters_together`, `test_taps_together`, `test_early_exit` and the
+`test_equality` of encoders compare them.
 """
 NO_FORKS = {(("turns", "two"), ("fork", "half way"))}
 """Turns of conversations have no forks: `test_forks` has how they are refused."""

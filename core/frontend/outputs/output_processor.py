@@ -174,7 +174,7 @@ class OutputProcessor:
             if state is not None:
                 self._remove(request_id, state, reason)
                 with logged_after("its request has ended"):
-                    state.close()
+                    state.close(reason)
 
     def _remove(self, request_id: str, state: RequestState, reason: FinishReason) -> None:
         """Forget a request; its last output, if it has one, closes it."""

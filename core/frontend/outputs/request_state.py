@@ -307,11 +307,11 @@ class RequestState:
         with logged_after("its request has failed"):
             self.close()
 
-    def close(self) -> None:
-        """Hold the formats no longer."""
+    def close(self, reason: FinishReason = FinishReason.ERROR) -> None:
+        """Hold the formats no longer; `reason` is why the request ends, if nothing has ended it."""
         if (formats := self._formats) is not None:
             self._formats = None
-            formats.close()
+            formats.close(self.finish_reason or reason)
 
     def _stopped_by(self, stop: str | dict[str, Any], *, has_tokens: bool = False) -> None:
         """Record a stop string or a reader's reason of the end, unless a fault ended the request.

@@ -44,7 +44,7 @@ _log = logging.getLogger("hardpoint")
 
 HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 
-IN_LAYERS = ("around_layers", "embedded", "linear", "added")
+IN_LAYERS = ("around_layers", "embedded", "linear", "added", "skips")
 """Methods of a worker half that are called in the layers of a step."""
 
 INCLUDE = "include {}".format

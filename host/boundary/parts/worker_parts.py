@@ -34,14 +34,13 @@ from .layer_calls import LayerCalls
 LogitsObserver = Callable[[LogitsStage, torch.Tensor, Sequence[LogitsRequest]], None]
 """Reads the logits [rows, vocab] after a stage, and whose rows they are."""
 
-_HOOKS = {"embedded": "embedded tokens", "linear": "linear layers", "added": "what layers add"}
-"""What each hook of a model changes."""
-
-_CALLERS = {
-    "embedded": ", as the layers of hardpoint.toolkit do",
-    "linear": ", as the layers of hardpoint.toolkit do",
-    "added": ", as the built-in decoders do",
+_HOOKS = {
+    "embedded": ("changes embedded tokens", "embedded, as the layers of hardpoint.toolkit do"),
+    "linear": ("changes linear layers", "linear, as the layers of hardpoint.toolkit do"),
+    "added": ("changes what layers add", "added, as the built-in decoders do"),
+    "skips": ("skips layers", "added, as the built-in decoders do"),
 }
+"""Effect of each method of a half in the layers, and the hook that the model has to call."""
 
 _AFTER_LAYERS = ("after_layers", "hidden", "logits", "processed", "sampled", "report")
 _IN_STEPS = ("begin", *IN_LAYERS, *_AFTER_LAYERS)
@@ -232,12 +231,13 @@ class WorkerParts:
             PluginContractError: it does not.
         """
         for half in self._halves:
-            for method, target in _HOOKS.items():
+            for method, (effect, hook) in _HOOKS.items():
+                is_called = hook.partition(",")[0] in model.called_hooks
                 is_here = method != "embedded" or parallel.is_first
-                if half.overrides(method) and is_here and method not in model.called_hooks:
+                if half.overrides(method) and is_here and not is_called:
                     raise PluginContractError(
-                        f"{half.source}: it changes {target}, and {model.source} does not call "
-                        f"ModelContext.hooks.{method}{_CALLERS[method]}"
+                        f"{half.source}: it {effect}, and {model.source} does not call "
+                        f"ModelContext.hooks.{hook}"
                     )
 
     def start(self, blocks: KVBlocks | None) -> dict[str, bytes]:
@@ -320,7 +320,8 @@ class WorkerParts:
             if any(map(half.overrides, _HOOKS))
         }
         is_called = self._around.__contains__
-        calls = LayerCalls(users, is_called, self._run, self._changed, self._leave_out)
+        functions = is_called, self._run, self._changed, self._leave_out
+        calls = LayerCalls(users, int(list(starts)[-1]), *functions)
         with calls.bound(hooks):
             yield
 

@@ -219,6 +219,9 @@ class WorkerHalf:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
 
+    def skips(self, layer: int, rows: StepRows) -> torch.Tensor | None:
+        return None
+
     def after_layers(self) -> None: ...
 
     def hidden(self, hidden: torch.Tensor, rows: StepRows) -> torch.Tensor | None:

@@ -33,7 +33,8 @@ _STACKS: tuple[tuple[tuple[str, int], ...], ...] = (
 )
 """Linear layers of each layer: names and rows of the stacked matrices."""
 _NUM_HEADS = 2
-_IN_LAYERS = ("around_layers", "embedded", "linear")
+_IN_LAYERS = ("around_layers", "embedded", "linear", "added", "skips")
+_BRANCHES = ("attention", "mlp")
 
 Rows = dict[str, np.ndarray]
 """The rows of one request that a half has changed in a step, by the name of the values."""
@@ -155,6 +156,8 @@ class WorkerSteps:
         if has_rows and self._overrides("embedded"):
             self._change(step, "embedded", "embedded tokens", HIDDEN_SIZE)
         for layer in range(_LAYERS):
+            if has_rows and self._overrides("skips"):
+                self._skip(step, layer)
             for stack in _STACKS if has_rows and self._overrides("linear") else ():
                 parts = [(f"model.layers.{layer}.{name}", rows) for name, rows in stack]
                 label = f"product of {parts[0][0]}"
@@ -163,6 +166,35 @@ class WorkerSteps:
                 self._change(step, "linear", label, size, before=(parts, x))
             if has_around:
                 self._attend(attend, plain, whole, layer)
+            for branch in _BRANCHES if has_rows and self._is_called_for(layer) else ():
+                self._add(step, layer, branch)
+
+    def _is_called_for(self, layer: int) -> bool:
+        if not self._overrides("added"):
+            return False
+        layers = self._checked("layers", lambda: self._half.layers)
+        return layers is None or layer in layers
+
+    def _skip(self, step: _Step, layer: int) -> None:
+        """Let the half skip a layer, and record which rows do."""
+        rows = step.rows()
+        skipped = self._call("skips", layer, rows)
+        rules.check_skipped(skipped, rows.starts[-1])
+        if skipped is not None:
+            column = skipped.float().unsqueeze(1)
+            step.keep(f"skipped tokens of layer {layer}", column, torch.zeros_like(column))
+
+    def _add(self, step: _Step, layer: int, branch: str) -> None:
+        """Let the half change what a branch of a layer adds, and record the changed rows."""
+        labels = [f"{name} of the {branch} of layer {layer}" for name in ("residual", "output")]
+        values = [step.values(label, HIDDEN_SIZE) for label in labels]
+        copies = [value.clone() for value in values]
+        returned = self._call("added", layer, branch, *values, step.rows())
+        if not all(map(torch.equal, values, copies)):
+            raise rules.WORKER_READS.violation("added() mutated its input")
+        rules.check_added(returned, copies[0])
+        for label, changed, copy in zip(labels, returned or (), copies, strict=False):
+            step.keep(label, changed, copy)
 
     def _attend(
         self, attend: Callable[..., torch.Tensor], plain: _Attend, whole: _Step, layer: int
@@ -243,7 +275,7 @@ class WorkerSteps:
             with torch.inference_mode():
                 return function()
         except Exception as cause:
-            name = name if name == "wants_layers" else f"{name}()"
+            name = name if name in ("wants_layers", "layers") else f"{name}()"
             raise rules.WORKER.violation(
                 f"{name} of the worker half raised {type(cause).__name__}: {cause}"
             ) from cause

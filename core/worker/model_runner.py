@@ -443,7 +443,8 @@ class ModelRunner:
         )
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
-        batch.release_columns(request.request_id, new.released_columns)
+        if new.released_columns:
+            batch.release_columns(request.request_id, new.released_columns)
         if source.features:
             batch.add_spans(source)
         if source.pooling_params is not None:

@@ -81,7 +81,6 @@ def object_hint(target: Any, kind: str | None = None) -> str:
     """Return, as the end of a message, the package that may run an object which no plugin runs.
 
     Args:
-        target: the object.
         kind: the kind that is needed; None is any.
     """
     bases = target.__mro__ if inspect.isclass(target) else ()

@@ -46,6 +46,7 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kv_cache import BlockNeeds, KVEvent
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.toolkit.kv_blocks import releases
 from hardpoint.toolkit.step_cost import StepCostFit
 from hardpoint.typed import read_only
 
@@ -216,6 +217,7 @@ def _build_executor(
     if spec.num_draft_tokens and scheduler.update_drafts is Scheduler.update_drafts:
         drafting = f"it takes no drafts, which {parts.drafting} makes"
         raise ConfigError(f"{entry.source}: {drafting}: enable one of the two")
+    releases.check_scheduler(parts.halves, scheduler, entry.source, spec.config)
     return executor
 
 

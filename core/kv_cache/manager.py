@@ -30,21 +30,21 @@ class _RequestBlocks:
         num_cached: number of leading blocks that were added to the index, or found in it.
         next_caching: number of tokens with which the next block is full and is added to the index.
         num_passed: per group, leading blocks that the window has passed: no later token sees them.
+        num_releases: how many of `Request.releases` have left the tables, which are shorter then.
     """
 
     # Invariant: `next_caching` is (num_cached + 1) * block_size while blocks are added to the index
     # as they fill, and _NEVER while they are not: without prefix caching, until `cache_arrived`
-    # where `admit` delayed it, and after `reset`. So `extend`, which runs for every request in
-    # every step, finds out by one comparison that no block is to be added.
+    # where `admit` delayed it, after `reset` and after a release. So `extend`, which runs for every
+    # request in every step, finds out by one comparison that no block is to be added.
 
-    __slots__ = ("capacity", "next_caching", "num_cached", "num_passed", "tables")
+    __slots__ = ("capacity", "next_caching", "num_cached", "num_passed", "num_releases", "tables")
 
-    def __init__(self, tables: list[list[int]]) -> None:
-        self.tables = tables
-        self.capacity = 0
+    def __init__(self, tables: list[list[int]], capacity: int) -> None:
+        self.tables, self.capacity = tables, capacity
         self.num_cached = 0
         self.next_caching = _NEVER
-        self.num_passed = [0] * len(tables)
+        self.num_passed, self.num_releases = [0] * len(tables), 0
 
 
 class BlockManager:
@@ -153,7 +153,7 @@ class BlockManager:
         if not self._uses_cache(request):
             return _NO_PREFIX
         size = self.block_size
-        if not (limit := (request.num_tokens - 1) // size):
+        if not (limit := (request.num_plain_tokens - 1) // size):  # a step ends at each release
             return _NO_PREFIX
         hashes = self._hashes.of(request, limit)
         length, tables = _longest_prefix(self.groups, self.pool.index, hashes, limit, size)
@@ -199,7 +199,7 @@ class BlockManager:
             self._stats.queried_tokens += request.num_tokens
             self._stats.hit_tokens += prefix.num_tokens
         tables = [list(table) for table in prefix.block_ids] or [[] for _ in self.groups]
-        blocks = self._blocks[request] = _RequestBlocks(tables)
+        blocks = self._blocks[request] = _RequestBlocks(tables, num_cached * size)
         self._append(blocks, num_new)
         for group, window in self._windows:
             passed = _first_seen(prefix.num_tokens, window) // size
@@ -221,6 +221,13 @@ class BlockManager:
         """
         blocks = self._blocks[request]
         end = request.num_computed_tokens + num_new_tokens
+        if request.releases is not None:
+            position, done = request.num_computed_tokens, blocks.num_releases
+            for columns in request.releases.until(position, done):
+                blocks.num_releases, blocks.next_caching = blocks.num_releases + 1, _NEVER
+                for table in blocks.tables:
+                    self.pool.release(table[slice(*columns)])
+                    del table[slice(*columns)]
         if end < blocks.next_caching and end + num_lookahead_tokens <= blocks.capacity:
             return ()
         new = self._grow(request, blocks, end + num_lookahead_tokens)
@@ -341,7 +348,7 @@ class BlockManager:
             added = [NULL_BLOCK] * (count - real) + self.pool.allocate(real, states=states)
             table += added
             new.append(added)
-        blocks.capacity = len(blocks.tables[0]) * self.block_size
+        blocks.capacity += count * self.block_size
         return new
 
     def _passed(self, request: Request, blocks: _RequestBlocks) -> list[tuple[int, int]]:
@@ -373,7 +380,7 @@ class BlockManager:
     def _cache_full_blocks(self, request: Request, blocks: _RequestBlocks, end: int) -> None:
         """Add the blocks to the index that known tokens before position `end` fill."""
         size, start = self.block_size, blocks.num_cached
-        num_full = min(end, request.num_tokens) // size
+        num_full = min(end, request.num_plain_tokens) // size
         if num_full > start:
             hashes = self._hashes.of(request, num_full)
             for group, table in enumerate(blocks.tables):

@@ -19,6 +19,7 @@ from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
 from hardpoint.plugins.sampling.rows import Added
 from hardpoint.toolkit.batches.packed_step import IntArray, PackedStep
 from hardpoint.toolkit.batches.spans import Spans
+from hardpoint.toolkit.batches.table_columns import remove_columns
 from hardpoint.toolkit.batches.update_builder import BatchUpdateBuilder
 from hardpoint.typed import ReadOnlyDict
 
@@ -101,6 +102,7 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_released = np.zeros(max_num_seqs, dtype=np.int64)  # tokens without blocks
         self._second_types = np.full(max_num_seqs, max_model_len)  # where token types are 1
         self._has_types = False  # whether a request has had some
         self._added_in: dict[str, int] = {}
@@ -153,7 +155,8 @@ class InputBatch:
         has_types = types < len(request.prompt_token_ids)
         self._second_types[row] = types if has_types else self.max_model_len
         self._has_types |= has_types
-        self._num_blocks[row], self._late_at[row] = 0, -1
+        self._num_blocks[row] = self._num_released[row] = 0
+        self._late_at[row] = -1
         self._blocks[:, row] = 0
         self.extend_blocks(request.request_id, block_ids)
         self._updates.add(self._added(row))
@@ -170,6 +173,13 @@ class InputBatch:
             held = self._num_blocks[row]
             self._blocks[:, row, held : held + count] = block_ids
             self._num_blocks[row] += count
+
+    def release_columns(self, request_id: str, columns: Iterable[tuple[int, int]]) -> None:
+        """Remove columns of a request's tables, one range after the other."""
+        row = self._row_of[request_id]
+        count = remove_columns(self._blocks[:, row], int(self._num_blocks[row]), columns)
+        self._num_blocks[row] -= count
+        self._num_released[row] += count * self.block_size
 
     def remove(self, request_ids: frozenset[str]) -> None:
         """Remove the requests that are in the batch; skip others."""
@@ -311,12 +321,12 @@ class InputBatch:
             positions = np.arange(query_starts[-1]) - (query_starts[:-1] - starts)[seq_of]
             row_of = rows[seq_of]
         token_ids = self._token_ids[row_of, positions].astype(np.int64)
-        seq_lens = starts + counts
+        computed = starts + counts
+        seq_lens = computed - self._num_released[rows]
         width = -(-int(seq_lens.max()) // self.block_size)
-        slots = self._slots_of(row_of, positions)
+        slots = self._slots_of(row_of, positions - self._num_released[row_of])
         tables = self._tables[..., rows, :width].astype(np.int64, order="C")
-        self._num_computed[rows] = seq_lens
-        requests = [self._requests[row] for row in rows]
+        self._num_computed[rows], requests = computed, [self._requests[row] for row in rows]
         step = (requests, starts, query_starts, positions)
         sees = None if self._spans is None else self._spans.last_seen(*step)
         packed: PackedStep | None = None
@@ -348,13 +358,13 @@ class InputBatch:
             attention=attention,
             query_starts=query_starts,
             starts=starts,
-            samples=seq_lens == ends,
+            samples=computed == ends,
             packed=packed,
             token_types=self._token_types(row_of, positions, device) if self._has_types else None,
         )
 
-    def _slots_of(self, row_of: IntArray, positions: IntArray) -> IntArray:
-        columns, offsets = positions // self.block_size, positions % self.block_size
+    def _slots_of(self, row_of: IntArray, places: IntArray) -> IntArray:
+        columns, offsets = places // self.block_size, places % self.block_size
         # Backends read rows of elements side by side; numpy may give the groups side by side.
         blocks: IntArray = self._tables[..., row_of, columns].astype(np.int64, order="C")
         return blocks * self.block_size + offsets
@@ -388,6 +398,7 @@ class InputBatch:
         self._num_tokens[target] = tokens
         self._num_computed[target] = self._num_computed[source]
         self._num_blocks[target] = self._num_blocks[source]
+        self._num_released[target] = self._num_released[source]
         self._late_at[target], self._late_at[source] = self._late_at[source], -1
         self._second_types[target] = self._second_types[source]
         request = self._requests[source]

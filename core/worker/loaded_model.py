@@ -26,6 +26,7 @@ from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.host.boundary.checked_model import CheckedModel, is_replayable
 from hardpoint.host.boundary.errors import attribute_error, close_all, error_of, kind_of
+from hardpoint.host.boundary.layers.groups import LayerGroups
 from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.opening import open_worker_parts
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
@@ -55,6 +56,7 @@ from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.step_part.worker import MainModel, PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
+from hardpoint.toolkit.kv_blocks.releases import check_attention
 from hardpoint.toolkit.workers.sequences import LoadedSequences, main_sequences
 
 from .ranks import Ranks
@@ -146,6 +148,7 @@ def open_parts(
     Raises:
         PluginError: one cannot be built, or changes layers that the model does not let it
             change; all are closed.
+        ModelError: the attention backend has no weights for a half that reads them.
     """
     context = WorkerHalfContext(
         device=spec.device,
@@ -165,6 +168,10 @@ def open_parts(
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
+        entries, target = spec.plugins.entries("step_parts"), spec.plugins.target
+        releasing = [entry.source for entry in entries if target(entry).releases_blocks]
+        reading = [h.source for h in parts.halves if h.overrides("take_attention_weights")]
+        check_attention(releasing, reading, planned.attention, spec.max_model_len)
         if spec.num_draft_tokens and samples and parts.verifier is None:
             raise ConfigError(
                 "plugins: a step part drafts tokens, and none verifies drafts; enable a part with "
@@ -251,6 +258,7 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
     """
 
     checked, attention = planned.checked, planned.attention  # not the model: it is replaced
+    rotate = planned.model.context.ops.rotate
 
     def open_model(
         model: str | MainModel,
@@ -258,16 +266,24 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
         *,
         vocab_size: int | None = None,
         same_tokens: bool = False,
+        num_layers: int | None = None,
     ) -> LoadedSequences:
         if not isinstance(model, str):
+            specs, states = checked.specs[:num_layers], attention.states
+            groups = LayerGroups.single(len(specs))  # the groups of the engine share caches
+            backend = attention.backend, attention.source
             return main_sequences(
                 checked,
-                attention,
+                CheckedAttention(*backend, specs, groups, rotate, states),
                 num_tokens,
                 num_ranks=spec.config.parallel.world_size,
                 available=memory_limit(spec.device).available,
+                num_layers=num_layers,
+                max_layers=len(checked.specs),
                 **_sizes(spec),
             )
+        if num_layers is not None:
+            raise ModelError(f"num_layers: expected None for {model!r}, got {num_layers}")
         assert spec.prepare is not None, "the worker's spec was made by hand"
         further = spec.prepare(_config_of(spec.config, model))
         further_size = further.model_config.vocab_size

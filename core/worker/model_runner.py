@@ -33,6 +33,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.process.executor import LateOutput
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
+from hardpoint.toolkit.kv_blocks.releases import StepWeights
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch, StepInput
@@ -202,7 +203,8 @@ class ModelRunner:
     ) -> ForwardBatch:
         attend = self.attention.of_step(self._caches, step.attention)
         if self.parts.wants_layers:
-            attend = self.parts.around_layers(attend)
+            inputs = self.attention, self._caches, step.attention, step.requests
+            attend = self.parts.around_layers(attend, StepWeights(*inputs))
         if self.on_forward is not None:
             self.on_forward()
         types, recur = step.token_types, self.attention.recurrence(self._caches, step.attention)
@@ -407,6 +409,8 @@ class ModelRunner:
             batch.append_sampled(sampled)
         for request_id, block_ids in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
+        for request_id, columns in plan.cached_requests.released_columns.items():
+            batch.release_columns(request_id, columns)
         if self._sampling is not None:  # before another request may have one of their ids
             states = self._sampling.pipeline.observed_states
             if states.versions:
@@ -439,6 +443,7 @@ class ModelRunner:
         )
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
+        batch.release_columns(request.request_id, new.released_columns)
         if source.features:
             batch.add_spans(source)
         if source.pooling_params is not None:

@@ -44,7 +44,7 @@ _log = logging.getLogger("hardpoint")
 
 HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 
-IN_LAYERS = ("around_layers", "embedded", "linear", "added")
+IN_LAYERS = ("around_layers", "embedded", "linear", "added", "skips")
 """Methods of a worker half that are called in the layers of a step."""
 
 INCLUDE = "include {}".format
@@ -317,6 +317,7 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
         "added": "which the model's trial step has to call",
         "verify_drafts": "which verifies the drafts of all parts",
         "idle": "which workers are asked for when they start",
+        "take_attention_weights": "for which the attention backend is checked when workers start",
         "packs": "for which inputs are laid out when the model is loaded",
         "encodes": "for which the model gets its encoder",
     }

@@ -45,6 +45,7 @@ def open_parts(
             _with_components(context, plugins),
             call_workers=functools.partial(calls.to_workers, part),
             why_waiting=lambda request_id: halves.why_waiting(request_id),
+            can_release_blocks=part.releases_blocks,
         )
 
     def bind(part: StepPart, half: EngineHooks, source: Source) -> BoundPart:

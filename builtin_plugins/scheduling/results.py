@@ -18,6 +18,7 @@ from hardpoint.plugins import (
 )
 
 from .encoder import encoder_cache, free_computed_features
+from .group import append_to_members
 from .live_request import SchedulerRequest
 from .step import PlannedStep
 from .tracker import OutputsByClient, RequestTracker
@@ -71,7 +72,10 @@ def process_results(
             continue
         request_id = request.request_id
         if has_extras and (fault := result.faults.get(request_id)):
+            request = request.leader or request
             outputs[request.client_index].append(_fail(tracker, request, fault))
+            continue
+        if request.leader is not None:  # its tokens are those of the leader
             continue
         if request.features:
             free_computed_features(tracker, request)
@@ -81,8 +85,18 @@ def process_results(
             if has_more_counts:
                 _count(tracker, request, draft_token_ids, tokens, drafts)
             output = _append_tokens(tracker, request, tokens)
+            if request.members and request.status is _RUNNING:
+                num_rejected = len(draft_token_ids.get(request_id, ())) + 1 - len(tokens)
+                append_to_members(
+                    request,
+                    tokens,
+                    num_rejected if draft_token_ids else 0,
+                    asynchronous=tracker.limits.asynchronous,
+                )
         elif request_id not in result.pooler_output and _lacks_token(planned, request):
-            tracker.uncache_from(request, planned.certain_before()[request_id])
+            before = planned.certain_before()
+            for each in request.group:
+                tracker.uncache_from(each, before[each.request_id])
             tracker.preempt(request, now)
             continue
         if has_extras:
@@ -120,10 +134,12 @@ def lose_plan(
         for index in plan.encoder_inputs.get(request.request_id, ()):
             encoder_cache(tracker).cancel(request, index)
     for planned in (lost, *later):
-        computed = planned.certain_before()
-        for request in planned.still_running():
+        computed, running = planned.certain_before(), planned.still_running()
+        for request in running:
             tracker.uncache_from(request, computed[request.request_id])
-            tracker.preempt(request, now)
+        for request in running:
+            if request.status is _RUNNING:  # else it was preempted with its group
+                tracker.preempt(request.leader or request, now)
 
 
 def reset_uncertain_cache(tracker: RequestTracker, plans: Sequence[PlannedStep]) -> None:

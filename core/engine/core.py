@@ -16,6 +16,7 @@ from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError, StepRecord
 from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
+from hardpoint.toolkit.requests.groups import complete_members
 
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
@@ -88,7 +89,9 @@ class EngineCore(EngineUtilities):
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
         self._settings.begin()
         try:
-            request = self._parts.step_parts.add(request)
+            if request.members:
+                complete_members(request, self._scheduler, self._parts.scheduler_label)
+            request = self._parts.step_parts.add_group(request)
             self._add(request)
         finally:
             self._settings.end()
@@ -119,7 +122,7 @@ class EngineCore(EngineUtilities):
                 label = self._parts.scheduler_label
                 raise RequestError(f"{label}: its add_request did not add the request")
         except BaseException:
-            self._parts.step_parts.refused(request.request_id)
+            self._parts.step_parts.refused(request)
             raise
 
     def client_of(self, request_id: str) -> int | None:

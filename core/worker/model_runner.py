@@ -33,6 +33,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.process.executor import LateOutput
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
+from hardpoint.toolkit.batches.groups import copy_to_members, is_member
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch
@@ -250,17 +251,20 @@ class ModelRunner:
             output.prompt_logprobs = prompt_logprobs(step, self._device, logits_of)
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
-        samples = step.samples
-        if (skipped := output.faults.keys() | self._pooled) or self._failed:
-            left_out = [r.request_id in skipped or r in self._failed for r in step.requests]
+        samples, groups = step.samples, self._batch.groups
+        if (skipped := output.faults.keys() | self._pooled) or self._failed or groups:
+            failed = self._failed
+            left_out = [x.request_id in skipped or x in failed or is_member(x) for x in step.requests]
             samples = samples & ~np.array(left_out)
             self._failed = set()
         if len(indices := samples.nonzero()[0]):
             last = step.query_starts[1:][indices] - 1
             requests = [step.requests[index] for index in indices.tolist()]
             if plan.draft_token_ids:
-                self._verify(hidden, last.tolist(), requests, plan, output, bitmask)
+                self._verify(hidden, last.tolist(), requests, (plan, step), output, bitmask)
             else:
+                if groups:
+                    last = np.append(last, groups.rows_of_members(requests, last, step))
                 index = to_device(last, self._device)
                 late = self._choose(hidden, index, requests, output, bitmask, overlaps=overlaps)
                 if late is not None:
@@ -327,12 +331,13 @@ class ModelRunner:
             follower = self._sampling.pipeline.followed_by(requests)
             output.waited_for = self.parts.reads_tokens or follower or ""
             overlaps = not output.waited_for
-        if overlaps and self._around_model is not None:  # the next step overwrites hidden states
+        if overlaps and (self._around_model is not None or self._batch.groups):
+            # The next step overwrites hidden states, and may have no groups.
             hidden, last = hidden[last], torch.arange(len(last), device=self._device)
         ids, copy, finish = self._sampling.launch(
-            self._with_parts(self._logits(hidden, last), requests),
+            self._with_parts(self._logits(hidden, last), requests, output),
             requests,
-            lambda: self._new_logits(hidden, last, requests),
+            lambda: self._new_logits(hidden, last, requests, output),
             None if bitmask is None else GrammarMask(bitmask, requests, self.ops),
         )
         self._batch.append_late(requests, ids)
@@ -372,34 +377,47 @@ class ModelRunner:
         hidden: torch.Tensor,
         last: Sequence[int],
         requests: list[LogitsRequest],
-        plan: SchedulerOutput,
+        planned: tuple[SchedulerOutput, StepInput],
         output: ModelRunnerOutput,
         bitmask: GrammarBitmask | None,
     ) -> None:
         """Sample a token per draft, too, and append the accepted ones as `_choose` does."""
         assert self._sampling is not None
         assert self.parts.verifier is not None
+        (plan, step), groups = planned, self._batch.groups
         drafts, chosen = planned_drafts(plan, requests, last)
         owners = [r for r, ids in zip(requests, drafts, strict=True) for _ in range(1 + len(ids))]
+        chosen += groups.rows_of_members(owners, chosen, step)
         index = to_device(chosen, self._device)
         rows = DraftRows(
             requests,
             drafts,
             self._sampling,
-            lambda: self._new_logits(hidden, index, owners),
+            lambda: self._new_logits(hidden, index, owners, output),
             None if bitmask is None else GrammarMask(bitmask, owners, self.ops),
         )
         accepted = self.parts.verifier.verify_drafts(rows, rows.defect)
         rows.keep(accepted, self._batch.append, output)
+        for name, tokens in copy_to_members(requests, output).items() if groups else ():
+            for token in tokens:
+                self._batch.append(name, token)
 
     def _new_logits(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, requests: Sequence[LogitsRequest]
+        self,
+        hidden: torch.Tensor,
+        chosen: torch.Tensor,
+        requests: Sequence[LogitsRequest],
+        output: ModelRunnerOutput,
     ) -> torch.Tensor:
         """Return float32 logits of chosen rows in memory of their own."""
         logits = self._compute_logits(hidden, chosen).to(torch.float32, copy=True)
-        return self._with_parts(logits, requests)
+        return self._with_parts(logits, requests, output)
 
-    def _with_parts(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
+    def _with_parts(
+        self, logits: torch.Tensor, requests: Sequence[LogitsRequest], output: ModelRunnerOutput
+    ) -> torch.Tensor:
+        if len(logits) > len(requests):  # then come those of members
+            logits = self.parts.combine(logits, requests, output.faults)
         return self.parts.logits(logits, requests) if self.parts else logits
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
@@ -444,7 +462,10 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
             generation=source.generation,
+            group=(group := batch.groups.join(source)),
         )
+        if group is not None:
+            group.requests[source.request_id] = request
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
         if source.features:
@@ -475,6 +496,6 @@ class ModelRunner:
     def _compute_logits(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         if self._divides_logits:
             self._ranks.ask_for_logits(chosen)
-        if len(chosen) < len(hidden):
+        if len(chosen) < len(hidden) or self._batch.groups:  # members come last
             hidden = hidden[chosen]
         return self._calls.run("compute_logits", self.model.compute_logits, hidden)

@@ -132,6 +132,8 @@ class Submitter:
             children = [(c, formats) for c in self._completions(parent, request, prompt)]
             if self._received_hook is not None:
                 children = [self._received_hook(child, held) for child in children]
+            for child, _ in children:
+                self._input.open_members(child)
             self._register(children, extras.prompt_text or text, parent, arrived)
         finally:
             for formats in held:

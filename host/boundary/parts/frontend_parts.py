@@ -134,6 +134,7 @@ class FrontendParts:
         self._formatting = [half for half in latest if half.overrides("output_format")]
         self._calling = [half for half in latest if half.overrides("prepare_calls")]
         self._preparing = [half for half in latest if half.overrides("prepare")]
+        self._opening = [half for half in latest if half.overrides("members")]
         self._validating = [half for half in halves if half.overrides("validate")]
         self._fields = SelectingFields(path for half in halves for path in half.for_fields)
 
@@ -222,7 +223,8 @@ class FrontendParts:
         """
         try:
             prompt = read(*args)
-            if not isinstance(prompt, GivenPrompt) or not isinstance(prompt.token_ids, Sequence):
+            content = getattr(prompt, "token_ids", None) or getattr(prompt, "text", None)
+            if not isinstance(prompt, GivenPrompt) or not isinstance(content, Sequence):
                 raise TypeError(f"expected a GivenPrompt with token ids, got {shown(prompt)}")
             if limit is not None and (count := len(prompt.token_ids)) > limit:
                 raise ValueError(f"expected at most {limit} token ids, got {count}")
@@ -328,6 +330,33 @@ class FrontendParts:
             except BaseException as cause:
                 raise self._refusal(half, "prepare_calls", request.request_id, cause) from cause
 
+    def members(
+        self, request: EngineCoreRequest, read: Callable[[GivenPrompt], EngineCoreRequest]
+    ) -> dict[str, list[EngineCoreRequest]]:
+        """Return the members that halves open beside a request, by part.
+
+        Args:
+            read: returns the member with a prompt.
+
+        Raises:
+            RequestError: one refuses the request, or failed.
+        """
+        members: dict[str, list[EngineCoreRequest]] = {}
+        for half in self._opening:
+            arguments = request.plugin_args.get(f"step_parts/{half.name}")
+            if arguments is None and half.part.named_only:
+                continue
+            try:
+                prompts = half.half.members(request, arguments or {})
+                opened = [read(self._given(half, "members", _same, prompt)) for prompt in prompts]
+            except RequestError:
+                raise
+            except BaseException as cause:
+                raise self._refusal(half, "members", request.request_id, cause) from cause
+            if opened:
+                members[half.name] = opened
+        return members
+
     def validator_of(self, request: EngineCoreRequest) -> Validator | None:
         """Return the validator of the answer of a request, for as long as the request is live.
 
@@ -410,6 +439,10 @@ def _observer(half: BoundFrontendHalf) -> OutputObserver | None:
         if observer is not None and not isinstance(observer, OutputObserver):
             raise TypeError(f"expected an OutputObserver or None, got {shown(observer)}")
     return observer
+
+
+def _same(prompt: GivenPrompt) -> GivenPrompt:
+    return prompt
 
 
 def _record_nowhere(part: str, request_id: str, message: str) -> None:

@@ -201,6 +201,12 @@ def _admit(
         return _Outcome.SET_ASIDE
     if request.members:
         return _schedule_group(tracker, request, step)
+    return _admit_with_prefix(tracker, request, step)
+
+
+def _admit_with_prefix(
+    tracker: RequestTracker, request: SchedulerRequest, step: StepState
+) -> _Outcome:
     if request.request_id in tracker.loaded:
         return _schedule(tracker, request, CachedPrefix(), 0, step)
     prefix = tracker.cache.lookup(request)
@@ -236,9 +242,7 @@ def _reason_to_wait(
     return None
 
 
-def _schedule_group(
-    tracker: RequestTracker, leader: SchedulerRequest, step: StepState
-) -> _Outcome:
+def _schedule_group(tracker: RequestTracker, leader: SchedulerRequest, step: StepState) -> _Outcome:
     prefixes = [tracker.cache.lookup(request) for request in leader.group]
     starts = [prefix.num_tokens for prefix in prefixes]
     tokens = num_tokens_of_group(tracker, leader, starts, step)

@@ -98,9 +98,7 @@ def num_drafts_of_group(
     return num_drafts if needed <= tracker.cache.num_free_blocks else 0
 
 
-def place(
-    tracker: RequestTracker, request: SchedulerRequest, tokens: int, step: StepState
-) -> None:
+def place(tracker: RequestTracker, request: SchedulerRequest, tokens: int, step: StepState) -> None:
     """Add tokens of a request of a group to the step; workers get it with its first ones."""
     if request.is_placed:
         step.running[request.request_id] = request
@@ -158,22 +156,14 @@ def admit_blocks(
     return True
 
 
-def append_to_members(
-    leader: SchedulerRequest, tokens: Sequence[int], num_rejected: int, *, asynchronous: bool
-) -> None:
-    """Append the tokens of a request to its members.
-
-    Args:
-        leader: the request, which goes on.
-        tokens: new tokens.
-        num_rejected: drafts of the step that were rejected.
-        asynchronous: whether placeholders stand for tokens in flight.
-    """
+def append_to_members(leader: SchedulerRequest, tokens: Sequence[int]) -> None:
+    """Append new tokens of a request to its members, of which as many are computed."""
+    num_computed = leader.num_computed_tokens - leader.num_prompt_tokens
     for member in leader.members:
         for token in tokens:
             member.append(token)
-        member.num_computed_tokens -= num_rejected
-        member.num_output_placeholders -= asynchronous
+        member.num_computed_tokens = member.num_prompt_tokens + num_computed
+        member.num_output_placeholders = leader.num_output_placeholders
 
 
 def group_lacks(gates: Gates, leader: SchedulerRequest) -> WaitReason | None:

@@ -75,29 +75,16 @@ def process_results(
             request = request.leader or request
             outputs[request.client_index].append(_fail(tracker, request, fault))
             continue
-        if request.leader is not None:  # its tokens are those of the leader
-            continue
         if request.features:
             free_computed_features(tracker, request)
-        tokens = sampled.get(request_id)
+        tokens = sampled.get(request_id) if request.leader is None else None  # else the leader's
         output: EngineCoreOutput | None = None
         if tokens:
             if has_more_counts:
                 _count(tracker, request, draft_token_ids, tokens, drafts)
             output = _append_tokens(tracker, request, tokens)
-            if request.members and request.status is _RUNNING:
-                num_rejected = len(draft_token_ids.get(request_id, ())) + 1 - len(tokens)
-                append_to_members(
-                    request,
-                    tokens,
-                    num_rejected if draft_token_ids else 0,
-                    asynchronous=tracker.limits.asynchronous,
-                )
         elif request_id not in result.pooler_output and _lacks_token(planned, request):
-            before = planned.certain_before()
-            for each in request.group:
-                tracker.uncache_from(each, before[each.request_id])
-            tracker.preempt(request, now)
+            _recompute(tracker, planned, request, now)
             continue
         if has_extras:
             output = _add_extras(tracker, request, computed.get(request_id, 0), result, output)
@@ -115,7 +102,18 @@ def add_finishes(planned: PlannedStep, result: ModelRunnerOutput) -> None:
     result.end(part.finishes)
 
 
+def _recompute(
+    tracker: RequestTracker, planned: PlannedStep, request: SchedulerRequest, now: float
+) -> None:
+    before = planned.certain_before()
+    for each in request.group:
+        tracker.uncache_from(each, before[each.request_id])
+    tracker.preempt(request, now)
+
+
 def _lacks_token(planned: PlannedStep, request: SchedulerRequest) -> bool:
+    if request.leader is not None:
+        return False
     plan, request_id = planned.plan, request.request_id
     before: int = plan.num_computed_tokens()[request_id]
     return before + plan.num_scheduled_tokens[request_id] >= request.num_tokens
@@ -175,7 +173,9 @@ def _append_tokens(
                 output.stop_reason = request.stop_reason(token)
             output.new_token_ids = tokens[: request.num_tokens - before]
             tracker.finish(request, output)
-            break
+            return output
+    if request.members:
+        append_to_members(request, tokens)
     return output
 
 

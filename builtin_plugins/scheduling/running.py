@@ -64,27 +64,32 @@ def _schedule_each(
         # request that has not finished has room for one. Where tokens come one by one, the cache
         # has work for the first one of a block and for the last one.
         tokens = request.num_tokens - request.num_computed_tokens
-        if request.members:
-            if not _schedule_group(tracker, request, step):
+        if tokens != 1 or request.draft_token_ids or not request.is_plain:
+            schedule = _schedule_group if request.members else _schedule_limited
+            if not schedule(tracker, request, step):
                 return False
             continue
-        if tokens != 1 or request.draft_token_ids or not request.is_plain:
-            tokens, features = _limit_tokens(tracker, request, step)
-            if tokens <= 0:
-                continue
-            tokens = _extend(tracker, request, tokens, step)
-            if not tokens:
-                return False
-            if request.draft_token_ids or features:
-                _schedule_inputs(tracker, request, tokens, features, step)
-            step.assign(request, tokens)
-        else:
-            is_within_block = in_order and request.num_tokens % size > 1
-            if not (is_within_block or _extend(tracker, request, 1, step)):
-                return False
-            scheduled[request.request_id] = 1
-            step.budget -= 1
+        is_within_block = in_order and request.num_tokens % size > 1
+        if not (is_within_block or _extend(tracker, request, 1, step)):
+            return False
+        scheduled[request.request_id] = 1
+        step.budget -= 1
         running[request.request_id] = request
+    return True
+
+
+def _schedule_limited(tracker: RequestTracker, request: SchedulerRequest, step: StepState) -> bool:
+    """Schedule tokens of a request within all limits; return whether later requests may follow."""
+    tokens, features = _limit_tokens(tracker, request, step)
+    if tokens <= 0:
+        return True
+    tokens = _extend(tracker, request, tokens, step)
+    if not tokens:
+        return False
+    if request.draft_token_ids or features:
+        _schedule_inputs(tracker, request, tokens, features, step)
+    step.assign(request, tokens)
+    step.running[request.request_id] = request
     return True
 
 

@@ -15,7 +15,7 @@ from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.requests.params import EngineCoreRequest, SamplingParams
 from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
 from hardpoint.plugins.sampling.rows import Added
-from hardpoint.toolkit.batches.groups import RowGroups, with_members
+from hardpoint.toolkit.batches.groups import RowGroups
 from hardpoint.toolkit.batches.packed_step import IntArray, PackedStep
 from hardpoint.toolkit.batches.spans import Spans
 from hardpoint.toolkit.batches.update_builder import BatchUpdateBuilder
@@ -208,9 +208,7 @@ class InputBatch:
         Args:
             ids: int64 [requests].
         """
-        at: Sequence[int] = range(len(requests))
-        if self.groups:
-            requests, at = with_members(requests)
+        requests, at = self.groups.with_members(requests)
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         self._token_ids[rows, self._num_tokens[rows]] = -1  # no model takes it for a token
         self._num_tokens[rows] += 1
@@ -291,7 +289,9 @@ class InputBatch:
         slots = self._slots_of(row_of, positions)
         tables = self._tables[..., rows, :width].astype(np.int64, order="C")
         self._num_computed[rows] = seq_lens
-        requests = [self._requests[row] for row in rows]
+        requests, samples = [self._requests[row] for row in rows], seq_lens == ends
+        if self.groups:
+            samples &= [request not in self.groups.members for request in requests]
         step = (requests, starts, query_starts, positions)
         sees = None if self._spans is None else self._spans.last_seen(*step)
         packed: PackedStep | None = None
@@ -323,7 +323,7 @@ class InputBatch:
             attention=attention,
             query_starts=query_starts,
             starts=starts,
-            samples=seq_lens == ends,
+            samples=samples,
             packed=packed,
             token_types=self._token_types(row_of, positions, device) if self._has_types else None,
         )

@@ -11,7 +11,7 @@ from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.sampling_stage import Sampled
 from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import LogitsRequest, ModelRunnerOutput
-from hardpoint.toolkit.batches.groups import copy_to_members, with_members
+from hardpoint.toolkit.batches.groups import copy_to_members
 
 from .input_batch import InputBatch
 
@@ -53,9 +53,8 @@ class LateTokens:
             if row in sampled.logprobs:
                 output.logprobs[request.request_id] = [sampled.logprobs[row]]
         if batch.groups:
-            copy_to_members(requests, output)
-            pairs = zip(*with_members(requests), strict=True)
-            tokens = {request: tokens[requests[index]] for request, index in pairs}
+            members = copy_to_members(requests, output)
+            tokens |= {member: ids[0] if ids else None for member, ids in members.items()}
         batch.settle_late(tokens)
         advancing = [row for row in rows if batch.has(requests[row])]
         ids = sampled.device_ids

@@ -33,7 +33,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.process.executor import LateOutput
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
-from hardpoint.toolkit.batches.groups import copy_to_members, is_member
+from hardpoint.toolkit.batches.groups import combine_groups, copy_to_members
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch
@@ -252,9 +252,8 @@ class ModelRunner:
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
         samples, groups = step.samples, self._batch.groups
-        if (skipped := output.faults.keys() | self._pooled) or self._failed or groups:
-            failed = self._failed
-            left_out = [x.request_id in skipped or x in failed or is_member(x) for x in step.requests]
+        if (skipped := output.faults.keys() | self._pooled) or self._failed:
+            left_out = [r.request_id in skipped or r in self._failed for r in step.requests]
             samples = samples & ~np.array(left_out)
             self._failed = set()
         if len(indices := samples.nonzero()[0]):
@@ -263,9 +262,7 @@ class ModelRunner:
             if plan.draft_token_ids:
                 self._verify(hidden, last.tolist(), requests, (plan, step), output, bitmask)
             else:
-                if groups:
-                    last = np.append(last, groups.rows_of_members(requests, last, step))
-                index = to_device(last, self._device)
+                index = to_device(groups.with_rows(requests, last, step), self._device)
                 late = self._choose(hidden, index, requests, output, bitmask, overlaps=overlaps)
                 if late is not None:
                     return late
@@ -335,9 +332,9 @@ class ModelRunner:
             # The next step overwrites hidden states, and may have no groups.
             hidden, last = hidden[last], torch.arange(len(last), device=self._device)
         ids, copy, finish = self._sampling.launch(
-            self._with_parts(self._logits(hidden, last), requests, output),
+            self._with_parts(self._logits(hidden, last), requests),
             requests,
-            lambda: self._new_logits(hidden, last, requests, output),
+            lambda: self._new_logits(hidden, last, requests),
             None if bitmask is None else GrammarMask(bitmask, requests, self.ops),
         )
         self._batch.append_late(requests, ids)
@@ -365,7 +362,7 @@ class ModelRunner:
         assert self._pending is not None
         plan, step, hidden, routed = self._pending
         for index, request in enumerate(step.requests):
-            if step.samples[index] and (token := tokens.get(request)) is not None:
+            if (token := tokens.get(request)) is not None:
                 step.token_ids[int(step.query_starts[index + 1]) - 1] = token
         hidden = self._forward(step, None, routed)
         if self.parts:
@@ -384,40 +381,33 @@ class ModelRunner:
         """Sample a token per draft, too, and append the accepted ones as `_choose` does."""
         assert self._sampling is not None
         assert self.parts.verifier is not None
-        (plan, step), groups = planned, self._batch.groups
-        drafts, chosen = planned_drafts(plan, requests, last)
+        drafts, chosen = planned_drafts(planned[0], requests, last)
         owners = [r for r, ids in zip(requests, drafts, strict=True) for _ in range(1 + len(ids))]
-        chosen += groups.rows_of_members(owners, chosen, step)
+        chosen = self._batch.groups.with_rows(owners, chosen, planned[1])
         index = to_device(chosen, self._device)
         rows = DraftRows(
             requests,
             drafts,
             self._sampling,
-            lambda: self._new_logits(hidden, index, owners, output),
+            lambda: self._new_logits(hidden, index, owners),
             None if bitmask is None else GrammarMask(bitmask, owners, self.ops),
         )
         accepted = self.parts.verifier.verify_drafts(rows, rows.defect)
         rows.keep(accepted, self._batch.append, output)
-        for name, tokens in copy_to_members(requests, output).items() if groups else ():
+        for member, tokens in copy_to_members(requests, output).items():
             for token in tokens:
-                self._batch.append(name, token)
+                self._batch.append(member.request_id, token)
 
     def _new_logits(
-        self,
-        hidden: torch.Tensor,
-        chosen: torch.Tensor,
-        requests: Sequence[LogitsRequest],
-        output: ModelRunnerOutput,
+        self, hidden: torch.Tensor, chosen: torch.Tensor, requests: Sequence[LogitsRequest]
     ) -> torch.Tensor:
         """Return float32 logits of chosen rows in memory of their own."""
         logits = self._compute_logits(hidden, chosen).to(torch.float32, copy=True)
-        return self._with_parts(logits, requests, output)
+        return self._with_parts(logits, requests)
 
-    def _with_parts(
-        self, logits: torch.Tensor, requests: Sequence[LogitsRequest], output: ModelRunnerOutput
-    ) -> torch.Tensor:
+    def _with_parts(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
         if len(logits) > len(requests):  # then come those of members
-            logits = self.parts.combine(logits, requests, output.faults)
+            logits = combine_groups(logits, requests, self.parts.halves)
         return self.parts.logits(logits, requests) if self.parts else logits
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
@@ -462,10 +452,9 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
             generation=source.generation,
-            group=(group := batch.groups.join(source)),
+            group=batch.groups.join(source),
         )
-        if group is not None:
-            group.requests[source.request_id] = request
+        batch.groups.add(request)
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
         if source.features:

@@ -102,9 +102,6 @@ NO_EXTRAS = RequestExtras()
 _POOLED = SamplingParams(max_tokens=1, seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
 """Sampling parameters of a request that pools."""
 
-_MEMBER = SamplingParams(temperature=0.0, seed=0)
-"""Sampling parameters of a member, which gets the tokens of its request."""
-
 
 class InputProcessor:
     """Checks parameters, tokenizes prompts, resolves plugin arguments. Sends nothing.
@@ -210,7 +207,11 @@ class InputProcessor:
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
         return request, cut.text, formats
 
-    def read(self, prompt: Prompt) -> GivenPrompt:
+    def open_members(self, request: EngineCoreRequest) -> None:
+        """Let step parts open the members of a request; one may refuse it."""
+        request.members = self._parts.members(request, self.read)
+
+    def read(self, prompt: Prompt | GivenPrompt) -> GivenPrompt:
         """Return a prompt with its tokens. May be called in any thread, one call at a time.
 
         Raises:
@@ -220,9 +221,8 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             mapping: Mapping[Any, Any] = copied(prompt, "prompt")
             prompt, parsed = mapping, self._parts.read_prompt(mapping, self)
-        return self._tokenized(read_prompt(prompt) if parsed is None else parsed)
-
-    def _tokenized(self, parsed: GivenPrompt) -> GivenPrompt:
+        if parsed is None:
+            parsed = prompt if isinstance(prompt, GivenPrompt) else read_prompt(prompt)
         if parsed.token_ids is not None or parsed.text is None:
             token_ids = checked_ids(parsed.token_ids, self._model_config.vocab_size)
         else:
@@ -230,23 +230,6 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
         return dataclasses.replace(parsed, token_ids=token_ids)
-
-    def open_members(self, request: EngineCoreRequest) -> None:
-        """Let step parts open the members of a request.
-
-        Raises:
-            RequestError: one refuses it, or it has members that no part opens.
-        """
-        before, request.members = request.members, self._parts.members(request, self._member)
-        if unknown := sorted(before.keys() - request.members.keys()):
-            raise RequestError(f"members: expected those that step parts open, got {unknown}")
-
-    def _member(self, prompt: GivenPrompt) -> EngineCoreRequest:
-        read, salt = self._cut(self._tokenized(prompt), None, 1), prompt.cache_salt
-        ids, fields = read.token_ids, read.fields
-        return EngineCoreRequest(
-            request_id="", prompt_token_ids=ids, params=_MEMBER, cache_salt=salt, **fields
-        )
 
     def outputs_of(self, prompt: Prompt) -> Any:
         """Return the outputs that a prompt comes with, by completion; None: it has none."""

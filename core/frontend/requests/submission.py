@@ -132,8 +132,6 @@ class Submitter:
             children = [(c, formats) for c in self._completions(parent, request, prompt)]
             if self._received_hook is not None:
                 children = [self._received_hook(child, held) for child in children]
-            for child, _ in children:
-                self._input.open_members(child)
             self._register(children, extras.prompt_text or text, parent, arrived)
         finally:
             for formats in held:
@@ -178,6 +176,8 @@ class Submitter:
         # Clocks of two processes do not compare, so the engine gets the time that is left.
         spent = self._clock() - arrived
         registered: list[str] = []
+        for child, _ in children:
+            self._input.open_members(child)
         try:
             for child, formats in children:
                 if child.timeout is not None:

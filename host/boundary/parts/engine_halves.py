@@ -30,7 +30,6 @@ from hardpoint.plugins.scheduling.step_record import WaitReason
 from hardpoint.toolkit.bitmasks import combined_masks, masks_by_source
 from hardpoint.toolkit.kv_blocks.start import BlockStart
 from hardpoint.toolkit.requests.finishes import take_finishes
-from hardpoint.toolkit.requests.groups import members_of
 
 from . import figures, returns
 from .bound_half import INCLUDE, BoundPart, OpenHalves, call_for
@@ -226,23 +225,11 @@ class EngineHalves:
             return figures.asked_for_figures(request, users, serving)
         return {}
 
-    def add_group(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """Add a request and its members, as `add` does, or none."""
-        added = self.add(request)
-        try:
-            for member in members_of(request):
-                self.add(member)
-        except BaseException:
-            self.refused(request)
-            raise
-        return added
-
-    def refused(self, request: EngineCoreRequest) -> None:
-        """Notify the parts that a request and its members were not added after all."""
-        for request_id in (each.request_id for each in (request, *members_of(request))):
-            users = self._by_request.get(request_id, [])
-            self._forget(request_id)
-            self._refuse(request_id, users)
+    def refused(self, request_id: str) -> None:
+        """Notify the parts that a request was not added after all."""
+        users = self._by_request.get(request_id, [])
+        self._forget(request_id)
+        self._refuse(request_id, users)
 
     def _refuse(self, request_id: str, users: Iterable[BoundPart]) -> None:
         for part in users:

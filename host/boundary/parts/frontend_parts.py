@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hardpoint.errors import (
@@ -43,6 +43,7 @@ from hardpoint.plugins.step_part.part import (
     PromptReader,
 )
 from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls, ToolCalls
+from hardpoint.toolkit.requests.groups import new_member
 
 from .bound_half import BoundHalf, OpenHalves, open_halves
 from .components import Components
@@ -221,20 +222,15 @@ class FrontendParts:
         Raises:
             RequestError: it refuses it, or failed.
         """
-        try:
+        with self._refusing(half, name):
             prompt = read(*args)
-            content = getattr(prompt, "token_ids", None) or getattr(prompt, "text", None)
-            if not isinstance(prompt, GivenPrompt) or not isinstance(content, Sequence):
+            if not isinstance(prompt, GivenPrompt) or not isinstance(prompt.token_ids, Sequence):
                 raise TypeError(f"expected a GivenPrompt with token ids, got {shown(prompt)}")
             if limit is not None and (count := len(prompt.token_ids)) > limit:
                 raise ValueError(f"expected at most {limit} token ids, got {count}")
             if not prompt.fields.keys() <= REQUEST_FIELDS.keys():
                 names = shown(sorted(prompt.fields))
                 raise TypeError(f"expected fields that parts make use of alone, got {names}")
-        except RequestError:
-            raise
-        except BaseException as cause:
-            raise self._refusal(half, name, "", cause) from cause
         if (cut := prompt.cut) is None:
             return prompt
         return dataclasses.replace(
@@ -251,12 +247,8 @@ class FrontendParts:
         for half in self._preparing:
             if half.for_fields and half.for_fields.isdisjoint(fields):
                 continue
-            try:
+            with self._refusing(half, "prepare", request.request_id):
                 half.half.prepare(request, reasoning)
-            except RequestError:
-                raise
-            except BaseException as cause:
-                raise self._refusal(half, "prepare", request.request_id, cause) from cause
             fields = self._fields.set_in(request)  # the half may have set some
 
     def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
@@ -273,14 +265,10 @@ class FrontendParts:
         half = self._media[modality]
         if not half.overrides("read_media"):
             return [item for _, item in items]
-        try:
+        with self._refusing(half, "read_media", passing=HardpointError):
             read = half.half.read_media(modality, items)
             if not isinstance(read, Sequence) or len(read) != len(items):
                 raise TypeError(f"expected {len(items)} items, got {shown(read)}")
-        except HardpointError:
-            raise
-        except BaseException as cause:
-            raise self._refusal(half, "read_media", "", cause) from cause
         return read
 
     def output_formats(
@@ -299,7 +287,7 @@ class FrontendParts:
         halves = self._formatting if calls is not None else self._used(self._formatting, request)
         with ExitStack() as undo:
             for half in halves:
-                try:
+                with self._refusing(half, "output_format", request.request_id):
                     made = half.half.output_format(request, calls)
                     if made is None:
                         continue
@@ -307,11 +295,6 @@ class FrontendParts:
                         raise TypeError(f"expected an OutputFormat or None, got {shown(made)}")
                     undo.callback(made.close)
                     markers = markers or made.markers
-                except RequestError:
-                    raise
-                except BaseException as cause:
-                    name = request.request_id
-                    raise self._refusal(half, "output_format", name, cause) from cause
                 formats.append(BoundFormat(half.name, made, half.fault))
             undo.pop_all()
         return OutputFormats(formats, markers, calls) if formats else None
@@ -323,38 +306,30 @@ class FrontendParts:
             RequestError: one refuses it, or failed.
         """
         for half in self._calling:
-            try:
+            with self._refusing(half, "prepare_calls", request.request_id):
                 half.half.prepare_calls(request, calls)
-            except RequestError:
-                raise
-            except BaseException as cause:
-                raise self._refusal(half, "prepare_calls", request.request_id, cause) from cause
 
     def members(
-        self, request: EngineCoreRequest, read: Callable[[GivenPrompt], EngineCoreRequest]
+        self, request: EngineCoreRequest, read: Callable[[GivenPrompt], GivenPrompt]
     ) -> dict[str, list[EngineCoreRequest]]:
         """Return the members that halves open beside a request, by part.
 
         Args:
-            read: returns the member with a prompt.
+            read: tokenizes a prompt.
 
         Raises:
-            RequestError: one refuses the request, or failed.
+            RequestError: one refuses the request, or failed; or it has members already.
         """
         members: dict[str, list[EngineCoreRequest]] = {}
         for half in self._opening:
             arguments = request.plugin_args.get(f"step_parts/{half.name}")
-            if arguments is None and half.part.named_only:
-                continue
-            try:
-                prompts = half.half.members(request, arguments or {})
-                opened = [read(self._given(half, "members", _same, prompt)) for prompt in prompts]
-            except RequestError:
-                raise
-            except BaseException as cause:
-                raise self._refusal(half, "members", request.request_id, cause) from cause
-            if opened:
-                members[half.name] = opened
+            if arguments is not None or not half.part.named_only:
+                with self._refusing(half, "members", request.request_id):
+                    prompts = half.half.members(request, arguments or {})
+                    if opened := [new_member(read(prompt)) for prompt in prompts]:
+                        members[half.name] = opened
+        if unknown := sorted(request.members.keys() - members.keys()):
+            raise RequestError(f"members: expected members of enabled parts, got {unknown}")
         return members
 
     def validator_of(self, request: EngineCoreRequest) -> Validator | None:
@@ -364,10 +339,8 @@ class FrontendParts:
             RequestError: a half failed.
         """
         for half in self._used(self._validating, request):
-            try:
+            with self._refusing(half, "reads_answer", request.request_id, passing=()):
                 reads = half.serves(request.generation) and half.half.reads_answer(request)
-            except BaseException as cause:
-                raise self._refusal(half, "reads_answer", request.request_id, cause) from cause
             if reads:
                 validator = functools.partial(self.validate, request)
                 self._validators.add(validator)
@@ -386,12 +359,22 @@ class FrontendParts:
         requests = [validator.args[0] for validator in list(self._validators)]
         return [request.request_id for request in requests if half.serves(request.generation)]
 
-    def _refusal(
-        self, half: BoundFrontendHalf, method: str, request_id: str, cause: BaseException
-    ) -> RequestError:
-        message = half.fault(method, cause)
-        self._record(half.name, request_id, message)
-        return RequestError(message)
+    @contextmanager
+    def _refusing(
+        self,
+        half: BoundFrontendHalf,
+        method: str,
+        request_id: str = "",
+        passing: Any = RequestError,
+    ) -> Iterator[None]:
+        try:
+            yield
+        except passing:
+            raise
+        except BaseException as cause:
+            message = half.fault(method, cause)
+            self._record(half.name, request_id, message)
+            raise RequestError(message) from cause
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the first flaw that a half finds in an answer; a fault of a half is one."""
@@ -439,10 +422,6 @@ def _observer(half: BoundFrontendHalf) -> OutputObserver | None:
         if observer is not None and not isinstance(observer, OutputObserver):
             raise TypeError(f"expected an OutputObserver or None, got {shown(observer)}")
     return observer
-
-
-def _same(prompt: GivenPrompt) -> GivenPrompt:
-    return prompt
 
 
 def _record_nowhere(part: str, request_id: str, message: str) -> None:

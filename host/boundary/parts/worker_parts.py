@@ -15,13 +15,7 @@ from hardpoint.errors import HardpointError, PluginContractError, PluginFaultErr
 from hardpoint.host.boundary.checked_attention import is_block_view
 from hardpoint.host.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
-from hardpoint.plugins import (
-    ForwardBatch,
-    LogitsRequest,
-    ModelRunnerOutput,
-    RequestFault,
-    SchedulerOutput,
-)
+from hardpoint.plugins import ForwardBatch, LogitsRequest, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.sampling.phases import LogitsStage
@@ -368,51 +362,6 @@ class WorkerParts:
                 users = {row: name for row, name in rows if self._is_user(half, name)}
                 logits = self._changed(half, "logits", logits, list(users), list(users.values()))
         return logits
-
-    def combine(
-        self,
-        logits: torch.Tensor,
-        requests: Sequence[LogitsRequest],
-        faults: dict[str, RequestFault],
-    ) -> torch.Tensor:
-        """Return the logits of requests, combined with those of their members.
-
-        Args:
-            logits: [rows, vocab_size]; a row of each request, then the rows of its members.
-            faults: gets the faults of requests.
-        """
-        end = len(requests)
-        for row, request in enumerate(requests):
-            for part, arguments, names in request.group.parts if request.group is not None else ():
-                start, end = end, end + len(names)
-                rows = torch.cat((logits[row : row + 1], logits[start:end]))
-                if (fault := self._combine(part, rows, arguments, request.generation)) is not None:
-                    faults[request.request_id] = fault
-                logits[row] = rows[0]
-        return logits[: len(requests)]
-
-    def _combine(
-        self, part: str, rows: torch.Tensor, arguments: Mapping[str, Any], generation: int
-    ) -> RequestFault | None:
-        """Set the first row to the combination of all by a part; return its fault."""
-        halves = [half for half in self._halves if half.name == part and half.serves(generation)]
-        if not (halves and halves[0].overrides("combine")):
-            return RequestFault(f"step_parts {part!r}: it opens members, and has no combine()", part)
-        half, row = halves[0], rows[0].clone()
-        try:
-            combined = half.run("combine", rows, arguments)
-            if form_of(combined) != form_of(row):
-                raise half.wrong("combine", combined, f"expected {form_of(row)}")
-            rows[0] = combined
-            return None
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            half.state.log()
-            rows[0] = row
-            if isinstance(cause, PluginFaultError):
-                return RequestFault(str(cause), part)
-            message = f"{half.source}: its combine() failed: {describe(cause)}"
-            return RequestFault(message, part)
 
     def _processed(
         self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]

@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from hardpoint.errors import PluginContractError
-from hardpoint.plugins import EngineCoreRequest, LogitsRequest, ModelRunnerOutput
+from hardpoint.plugins import EngineCoreRequest, LogitsRequest, ModelRunnerOutput, RequestFault
 from hardpoint.plugins.sampling.rows import RowGroup
 
+if TYPE_CHECKING:
+    import numpy as np
+
+_NO_ARGUMENTS: Mapping[str, Any] = {}
+
+
+class CombiningHalf(Protocol):
+    """A worker half of a step part."""
+
+    name: str
+
+    def serves(self, generation: int) -> bool:
+        """Return whether requests of a generation of the plugins use it."""
+
+    def overrides(self, method: str) -> bool:
+        """Return whether it has a hook."""
+
+    def combine(self, rows: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
+        """Return the logits of a request from its own and those of its members; or a fault."""
+
+
 class PlannedRows(Protocol):
-    """The input of a step.
-
-    Attributes:
-        requests: its requests.
-        query_starts: first token of each, and the number of all tokens.
-    """
+    """The input of a step."""
 
     @property
-    def requests(self) -> Sequence[LogitsRequest]: ...
+    def requests(self) -> Sequence[LogitsRequest]:
+        """Its requests."""
 
     @property
-    def query_starts(self) -> Any: ...
-
-
-_NO_ARGUMENTS: Mapping[str, object] = {}
+    def query_starts(self) -> np.ndarray[Any, Any]:
+        """First token of each request, and the number of all tokens."""
 
 
 class RowGroups:
-    """The groups of the requests in a batch; false without any."""
+    """The groups of the requests in a batch; false without any.
+
+    Attributes:
+        members: the members of all groups.
+    """
 
     def __init__(self) -> None:
+        self.members: set[LogitsRequest] = set()
         self._groups: dict[str, RowGroup] = {}
 
     def __bool__(self) -> bool:
@@ -54,76 +76,118 @@ class RowGroups:
             ]
         return group
 
+    def add(self, request: LogitsRequest) -> None:
+        """Add a request to its group, if it has one."""
+        if (group := request.group) is not None:
+            group.requests[request.request_id] = request
+            if request.request_id != group.leader:
+                self.members.add(request)
+
     def remove(self, request_ids: Collection[str]) -> None:
         """Forget the groups of requests that left the batch; skip other requests."""
         for name in self._groups.keys() & request_ids:
-            del self._groups[name]
+            self.members.difference_update(self._groups.pop(name).requests.values())
 
-    def rows_of_members(
-        self,
-        requests: Sequence[LogitsRequest],
-        rows: Sequence[int],
-        step: PlannedRows,
-    ) -> list[int]:
-        """Return the rows of the members of requests, as far from their ends as the given rows.
+    def with_members(
+        self, requests: Sequence[LogitsRequest]
+    ) -> tuple[Sequence[LogitsRequest], Sequence[int]]:
+        """Return requests, then the members of each, and the index of the request of each."""
+        if not self._groups:
+            return requests, range(len(requests))
+        pairs = [
+            (member, index)
+            for index, request in enumerate(requests)
+            for member in members_in(request)
+        ]
+        members = [member for member, _ in pairs]
+        return [*requests, *members], [*range(len(requests)), *(index for _, index in pairs)]
+
+    def with_rows(self, requests: Sequence[LogitsRequest], rows: Any, step: PlannedRows) -> Any:
+        """Return rows of requests, then those of their members, as far from their ends.
 
         Args:
             requests: request of each row.
-            rows: token of the step with the logits of each.
+            rows: int [requests], token of the step with the logits of each.
+            step: the step.
 
         Raises:
             PluginContractError: the scheduler has planned a request without its members.
         """
         if not self._groups:
-            return []
+            return rows
         names = [request.request_id for request in step.requests]
         ends = dict(zip(names, step.query_starts[1:].tolist(), strict=True))
         try:
             return [
-                row + ends[member.request_id] - ends[request.request_id]
-                for request, row in zip(requests, rows, strict=True)
-                if request.group is not None
-                for member in request.group.members
+                *map(int, rows),
+                *(
+                    int(row) + ends[member.request_id] - ends[request.request_id]
+                    for request, row in zip(requests, rows, strict=True)
+                    for member in members_in(request)
+                ),
             ]
         except KeyError as missing:
             raise PluginContractError(
-                f"the scheduler: a step samples requests, and lacks the last token of their member "
+                f"the scheduler: a step samples requests, and lacks the last token of the member "
                 f"{missing}; expected all members (Scheduler.keeps_groups)"
             ) from None
 
 
-def is_member(request: LogitsRequest) -> bool:
-    """Return whether a request is hidden behind another one."""
-    return request.group is not None and request.group.leader != request.request_id
+def members_in(request: LogitsRequest) -> Sequence[LogitsRequest]:
+    """Return the members of a request; none of a member."""
+    group = request.group
+    return () if group is None or group.leader != request.request_id else group.members
 
 
-def with_members(
-    requests: Sequence[LogitsRequest],
-) -> tuple[list[LogitsRequest], list[int]]:
-    """Return requests, then the members of each; and the index of the request of each."""
-    pairs = [
-        (member, index)
-        for index, request in enumerate(requests)
-        if request.group is not None
-        for member in request.group.members
-    ]
-    members = [member for member, _ in pairs]
-    return [*requests, *members], [*range(len(requests)), *(index for _, index in pairs)]
+def combine_groups(
+    logits: torch.Tensor, requests: Sequence[LogitsRequest], halves: Sequence[CombiningHalf]
+) -> torch.Tensor:
+    """Return the logits of requests, combined with those of their members.
+
+    A fault is stored in the group; `copy_to_members` adds it to the result of the step.
+
+    Args:
+        logits: [rows, vocab_size]; a row of each request, then the rows of their members.
+        requests: request of each of the first rows.
+        halves: the worker halves of all parts.
+    """
+    end = len(requests)
+    for row, request in enumerate(requests):
+        for part, arguments, names in request.group.parts if request.group is not None else ():
+            start, end = end, end + len(names)
+            rows = torch.cat((logits[row : row + 1], logits[start:end]))
+            serving = (h for h in halves if h.name == part and h.serves(request.generation))
+            half = next(serving, None)
+            if half is None or not half.overrides("combine"):
+                message = f"step_parts {part!r}: expected a worker half with combine(), got none"
+                combined: Any = RequestFault(message, part)
+            else:
+                combined = half.combine(rows, arguments)
+            if isinstance(combined, torch.Tensor):
+                logits[row] = combined
+            elif request.group is not None:
+                request.group.fault = combined
+    return logits[: len(requests)]
 
 
 def copy_to_members(
     requests: Sequence[LogitsRequest], output: ModelRunnerOutput
-) -> dict[str, list[int]]:
-    """Give members the tokens and faults of their requests in the result of a step.
+) -> dict[LogitsRequest, list[int]]:
+    """Give members the tokens of their requests in the result of a step, and requests their faults.
 
     Returns:
-        The tokens by the id of the member.
+        The tokens of the members; empty for one without.
     """
-    tokens: dict[str, list[int]] = {}
+    tokens: dict[LogitsRequest, list[int]] = {}
     for request in requests:
-        for member in request.group.members if request.group is not None else ():
-            if (fault := output.faults.get(request.request_id)) is not None:
-                output.faults[member.request_id] = fault
-            elif (sampled := output.sampled_token_ids.get(request.request_id)) is not None:
-                tokens[member.request_id] = output.sampled_token_ids[member.request_id] = sampled
+        if (group := request.group) is None:
+            continue
+        if group.fault is not None:
+            output.faults[request.request_id] = group.fault
+            output.sampled_token_ids.pop(request.request_id, None)
+        sampled = output.sampled_token_ids.get(request.request_id, [])
+        for member in members_in(request):
+            tokens[member] = list(sampled)
+            if sampled:
+                output.sampled_token_ids[member.request_id] = tokens[member]
     return tokens

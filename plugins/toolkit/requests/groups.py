@@ -1,7 +1,4 @@
-"""Requests with members: checks, and the fields that the engine sets in members.
-
-The engine calls it, so that schedulers and step parts get complete members.
-"""
+"""Requests with members: their fields, and the checks that the engine makes."""
 
 from __future__ import annotations
 
@@ -9,8 +6,30 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from hardpoint.plugins import EngineCoreRequest, RequestError, Scheduler
+from hardpoint.errors import shown
+from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams, Scheduler
 from hardpoint.plugins.requests.resumed import ResumedOutputs
+from hardpoint.plugins.step_part import GivenPrompt
+
+_PARAMS = SamplingParams(temperature=0.0, seed=0)
+"""Sampling parameters of members, which are not sampled."""
+
+
+def new_member(prompt: GivenPrompt) -> EngineCoreRequest:
+    """Return the member with a prompt that was tokenized.
+
+    Raises:
+        TypeError: it has other fields than those of members.
+    """
+    if not prompt.fields.keys() <= {"lora"}:
+        raise TypeError(f"expected fields among lora, got {shown(sorted(prompt.fields))}")
+    return EngineCoreRequest(
+        request_id="",
+        prompt_token_ids=prompt.token_ids,
+        params=_PARAMS,
+        cache_salt=prompt.cache_salt,
+        lora=prompt.fields.get("lora"),
+    )
 
 
 def members_of(request: EngineCoreRequest) -> Iterator[EngineCoreRequest]:
@@ -19,28 +38,26 @@ def members_of(request: EngineCoreRequest) -> Iterator[EngineCoreRequest]:
         yield from members
 
 
-def check_members(
-    request: EngineCoreRequest, check: Callable[[EngineCoreRequest], None]
-) -> None:
+def check_members(request: EngineCoreRequest, check: Callable[[EngineCoreRequest], None]) -> None:
     """Check the members of a request as the engine checks requests.
 
     Raises:
         RequestError: the engine cannot run one, or not together with the request.
     """
+    if request.members and (request.pooling_params is not None or request.features):
+        got = "media" if request.features else "pooling_params"
+        raise RequestError(f"members: expected none of a request with {got}")
     for part, members in request.members.items():
         for index, member in enumerate(members):
+            if member.members or member.pooling_params is not None or member.features:
+                raise RequestError(
+                    f"members.{part}[{index}]: expected a request that generates, without media "
+                    "and members"
+                )
             try:
                 check(member)
             except RequestError as error:
                 raise RequestError(f"members.{part}[{index}].{error}") from error
-            if member.members or member.pooling_params is not None or member.features:
-                raise RequestError(
-                    f"members.{part}[{index}]: expected a request that generates, without media and "
-                    "members of its own"
-                )
-    if request.members and (request.pooling_params is not None or request.features):
-        got = "media" if request.features else "pooling_params"
-        raise RequestError(f"members: expected none of a request with {got}")
 
 
 def complete_members(request: EngineCoreRequest, scheduler: Scheduler, label: str) -> None:
@@ -54,6 +71,8 @@ def complete_members(request: EngineCoreRequest, scheduler: Scheduler, label: st
     Raises:
         RequestError: the scheduler does not keep groups.
     """
+    if not request.members:
+        return
     if not scheduler.keeps_groups:
         raise RequestError(
             f"members: expected none, because {label} does not run a request and its members in "

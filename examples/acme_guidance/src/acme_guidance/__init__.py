@@ -32,11 +32,11 @@ class Guidance(StepPart):
         negative_prompt: str | list[int]
         scale: Annotated[float, Meta(ge=0, le=100)] = 1.5
 
-    def frontend_half(self, context: Any) -> FrontendHalf:
+    def frontend_half(self, context: Any) -> FrontendHalf:  # noqa: ARG002
         """Return the half that opens the request of the negative prompt."""
         return NegativePrompt()
 
-    def worker_half(self, context: Any) -> ModelLogits:
+    def worker_half(self, context: Any) -> ModelLogits:  # noqa: ARG002
         """Return the half that combines the logits."""
         return GuidedLogits()
 
@@ -45,7 +45,9 @@ class NegativePrompt(FrontendHalf):
     """Opens the request of the negative prompt."""
 
     def members(
-        self, request: EngineCoreRequest, arguments: Mapping[str, Any]
+        self,
+        request: EngineCoreRequest,  # noqa: ARG002
+        arguments: Mapping[str, Any],
     ) -> Sequence[GivenPrompt]:
         """Return the negative prompt."""
         prompt = arguments["negative_prompt"]
@@ -63,7 +65,7 @@ class GuidedLogits(ModelLogits):
 
 
 class Contrast(StepPart):
-    """Contrastive decoding (Li et al., 2022): the request's adapter against the model without it."""
+    """Contrastive decoding (Li et al., 2022): an adapter against the model itself."""
 
     contract = 1
     named_only = True
@@ -79,11 +81,11 @@ class Contrast(StepPart):
         alpha: Annotated[float, Meta(gt=0, le=1)] = 0.1
         beta: Annotated[float, Meta(ge=0, le=10)] = 0.5
 
-    def frontend_half(self, context: Any) -> FrontendHalf:
+    def frontend_half(self, context: Any) -> FrontendHalf:  # noqa: ARG002
         """Return the half that opens the request without the adapter."""
         return Amateur()
 
-    def worker_half(self, context: Any) -> ModelLogits:
+    def worker_half(self, context: Any) -> ModelLogits:  # noqa: ARG002
         """Return the half that combines the logits."""
         return ContrastedLogits()
 
@@ -92,7 +94,9 @@ class Amateur(FrontendHalf):
     """Opens a request with the same prompt, and without the adapter."""
 
     def members(
-        self, request: EngineCoreRequest, arguments: Mapping[str, Any]
+        self,
+        request: EngineCoreRequest,
+        arguments: Mapping[str, Any],  # noqa: ARG002
     ) -> Sequence[GivenPrompt]:
         """Return the prompt of the request."""
         return [GivenPrompt(token_ids=request.prompt_token_ids)]

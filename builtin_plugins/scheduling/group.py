@@ -100,17 +100,19 @@ def num_drafts_of_group(
 
 def place(tracker: RequestTracker, request: SchedulerRequest, tokens: int, step: StepState) -> None:
     """Add tokens of a request of a group to the step; workers get it with its first ones."""
-    if request.is_placed:
+    tables = tracker.cache.block_ids(request)
+    num_sent, request.num_sent_blocks = request.num_sent_blocks, len(tables[0])
+    if num_sent:
         step.running[request.request_id] = request
+        if num_sent < len(tables[0]):
+            step.new_blocks[request.request_id] = [table[num_sent:] for table in tables]
     else:
-        request.is_placed = True
         step.admitted[request.request_id] = request
-        step.new_blocks.pop(request.request_id, None)
         step.new_requests.append(
             NewRequest(
                 source=request.source,
                 output_token_ids=tuple(request.output_token_ids),
-                block_ids=tracker.cache.block_ids(request),
+                block_ids=tables,
                 num_computed_tokens=request.num_computed_tokens,
                 resumed=request.num_preemptions > 0,
             )
@@ -119,14 +121,11 @@ def place(tracker: RequestTracker, request: SchedulerRequest, tokens: int, step:
 
 
 def withdraw_group(tracker: RequestTracker, leader: SchedulerRequest, step: StepState) -> None:
-    """Take the tokens of a group out of a step; its running requests keep their blocks."""
+    """Take the tokens of a group out of a step; its requests keep their blocks."""
     for request in leader.group:
         if request.request_id in step.tokens:
             tracker.uncache_from(request, request.num_computed_tokens)
-            blocks = step.new_blocks.get(request.request_id)
             step.withdraw(request)
-            if blocks is not None:
-                step.new_blocks[request.request_id] = blocks
 
 
 def admit_blocks(

@@ -34,7 +34,8 @@ class SchedulerRequest(Request):
         queue_key: while it is in the waiting queue, the policy's key.
         members: requests that run together with it.
         leader: the request that it is a member of; None of others.
-        is_placed: of a request with members, and of these: whether workers have it.
+        num_sent_blocks: of a request with members, and of these: blocks per KV cache group that
+            workers know; 0 while they do not have the request.
         is_plain: whether it has neither members nor features.
     """
 
@@ -45,7 +46,6 @@ class SchedulerRequest(Request):
         "_stop_token_ids",
         "client_index",
         "features",
-        "is_placed",
         "is_plain",
         "last_step",
         "leader",
@@ -53,6 +53,7 @@ class SchedulerRequest(Request):
         "members",
         "num_external_tokens",
         "num_loading_tokens",
+        "num_sent_blocks",
         "prefill_reported",
         "queue_key",
         "skip_transfer",
@@ -77,7 +78,7 @@ class SchedulerRequest(Request):
         self._stop_token_ids = _token_set(tuple(source.stop_token_ids))
         self._repetition = params.repetition_detection
         self.leader: SchedulerRequest | None = None
-        self.is_placed = False
+        self.num_sent_blocks = 0
         self.members = tuple(
             SchedulerRequest(member, order, max_model_len)
             for members in source.members.values()

@@ -110,8 +110,6 @@ def _schedule_group(tracker: RequestTracker, leader: SchedulerRequest, step: Ste
             blocks = _preempt_for(tracker, request, (count + num_drafts, lookahead), step)
             if blocks is None:
                 return False
-        if blocks:
-            step.new_blocks[request.request_id] = blocks
         if drafts:
             step.drafts[request.request_id] = drafts
         place(tracker, request, count + num_drafts, step)

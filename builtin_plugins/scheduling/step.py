@@ -98,9 +98,10 @@ class StepState(msgspec.Struct):
         if self.running.pop(request_id, None) is None:  # a member that was to begin
             del self.admitted[request_id]
             self.new_requests = [n for n in self.new_requests if n.source is not request.source]
-            request.is_placed = False
+            request.num_sent_blocks = 0
+        elif blocks := self.new_blocks.pop(request_id, None):
+            request.num_sent_blocks -= len(blocks[0])
         self.budget += self.tokens.pop(request_id)
-        self.new_blocks.pop(request_id, None)
         self.drafts.pop(request_id, None)
         unused = []
         for index in self.encoder_inputs.pop(request_id, ()):

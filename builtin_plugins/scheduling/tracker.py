@@ -162,7 +162,7 @@ class RequestTracker:
                 self.context.encoder_cache.free(each)
             each.num_computed_tokens = each.num_output_placeholders = 0
             each.draft_token_ids = []
-            each.is_placed = False
+            each.num_sent_blocks = 0
         self.loaded.pop(request.request_id, None)
 
     def reset_last_loaded(self, keep: SchedulerRequest | None = None) -> bool:

@@ -54,6 +54,8 @@ SCHEDULERS = [
     (broken.TrustsFailedLoads, "transfers", "KV content|tokens", "could not be loaded|got the tok"),
     (broken.IgnoresReady, "grammars", "grammars", "are running, but their grammars are not ready"),
     (broken.EncodesTooMuch, "encoder", "limits", "encoder tokens are scheduled in one step"),
+    (broken.SplitsGroups, "groups", "groups", "last known token of some of|has an output"),
+    (broken.ForgetsMembers, "groups", "groups", "at the end workers have"),
     (broken.ForgetsBegun, "forks", "batch", "with another source than it was added with"),
     (broken.SendsBegun, "forks", "tokens", "got the tokens .* after .*, alone it would get"),
     (broken.ForgetsLostPlans, "lost_plans", "(finish|batch)", "finished before st|preempted, but"),

@@ -36,6 +36,9 @@ BEAMS = (  # number of beams, tokens, length penalty, whether early stopping
 )
 BEAM_SUBJECTS = ("bread", "Mars", "rain")
 
+GUIDED = ((0, "jazz", 2, 1.5), (2, "Mars", 0, 3.0), (3, "rain", 1, 0.6))
+"""Shape and subject of a prompt, shape of its negative prompt, and the scale of the guidance."""
+
 TOP = 8
 """Logits per position that are kept."""
 
@@ -103,8 +106,31 @@ def compute() -> dict[str, Any]:
             text = each["prompt_ids"] + each["tokens"]
             each["best"] = model(torch.tensor([text])).logits[0].argmax(-1).tolist()
             each["bf16_equal"] = equal_choices(low, text[:-1], each["best"][:-1])
-        beams = searched(model, tokenizer)
-    return {"greedy": greedy, "texts": texts, "beams": beams}
+        beams, guidance = searched(model, tokenizer), guided(model, tokenizer)
+    return {"greedy": greedy, "texts": texts, "beams": beams, "guidance": guidance}
+
+
+def guided(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return results of classifier-free guidance: two forward passes of whole texts per token."""
+    answers = []
+    for shape, subject, negative_shape, scale in GUIDED:
+        texts = SHAPES[shape].format(subject), SHAPES[negative_shape].format("a clock")
+        prompts = [tokenizer(text)["input_ids"] for text in texts]
+        tokens: list[int] = []
+        gaps = []
+        for _ in range(NEW_TOKENS):
+            rows = [model(torch.tensor([ids + tokens])).logits[0, -1] for ids in prompts]
+            positive, negative = (row.log_softmax(-1) for row in rows)
+            best = (negative + scale * (positive - negative)).topk(2)
+            gaps.append(best.values[0] - best.values[1])
+            tokens.append(int(best.indices[0]))
+        if (gap := min(map(float, gaps))) < TIE:
+            raise ValueError(
+                f"{texts[0]!r}: two best logits are {gap} apart; choose another prompt"
+            )
+        answer = {"prompt": texts[0], "negative_prompt": texts[1], "scale": scale}
+        answers.append({**answer, "tokens": tokens})
+    return answers
 
 
 def searched(model: Any, tokenizer: Any) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ BLOCKS = Rule(
     "free a request's blocks exactly once, when it finishes or is preempted",
 )
 GROUPS = Rule(
-    "groups: a request and its members compute their last tokens in the same step, and end together",
+    "groups: the last tokens of a request and of its members are in the same step",
     "schedule a request with all its members, or none of them; preempt and finish them together",
 )
 FINISH = Rule(

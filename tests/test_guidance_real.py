@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import urllib.request
 
 import pytest
 from support.processes import ROOT
@@ -54,6 +58,40 @@ def check(acme_guidance, monkeypatch, settings) -> None:
 
 def test_guided_tokens_are_those_of_transformers(acme_guidance, monkeypatch):
     check(acme_guidance, monkeypatch, {})
+
+
+@pytest.mark.nightly
+def test_the_server_returns_the_guided_tokens(acme_guidance):
+    command = [sys.executable, "-m", "hardpoint", "serve", "smollm2", "--port", "0"]
+    settings = ['dtype="float32"', "max_model_len=160", 'plugins.enable=["guidance"]']
+    command += [word for setting in settings for word in ("--set", setting)]
+    surroundings = {**os.environ, "PYTHONPATH": str(acme_guidance)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=surroundings) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[-1]
+            for case in CASES:
+                arguments = {"negative_prompt": case["negative_prompt"], "scale": case["scale"]}
+                body = {
+                    "model": "smollm2",
+                    "prompt": case["prompt"],
+                    "max_tokens": len(case["tokens"]),
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                    "plugin_args": {"guidance": arguments},
+                }
+                request = urllib.request.Request(
+                    f"{url}/v1/completions",
+                    json.dumps(body).encode(),
+                    {"Content-Type": "application/json"},
+                )
+                with urllib.request.urlopen(request, timeout=120) as answer:
+                    (choice,) = json.load(answer)["choices"]
+                assert choice["token_ids"] == case["tokens"]
+        finally:
+            server.terminate()
+            server.wait(60)
 
 
 @pytest.mark.nightly

@@ -156,7 +156,7 @@ def admit_blocks(
 
 
 def append_to_members(leader: SchedulerRequest, tokens: Sequence[int]) -> None:
-    """Append new tokens of a request to its members, of which as many are computed."""
+    """Append new tokens of a request to its members."""
     num_computed = leader.num_computed_tokens - leader.num_prompt_tokens
     for member in leader.members:
         for token in tokens:

@@ -106,8 +106,8 @@ def _recompute(
     tracker: RequestTracker, planned: PlannedStep, request: SchedulerRequest, now: float
 ) -> None:
     before = planned.certain_before()
-    for each in request.group:
-        tracker.uncache_from(each, before[each.request_id])
+    for item in request.group:
+        tracker.uncache_from(item, before[item.request_id])
     tracker.preempt(request, now)
 
 

@@ -98,14 +98,14 @@ class DefaultScheduler(Scheduler):
         tracker, limits = self._tracker, self._limits
         live = SchedulerRequest(request, self._num_added, limits.max_model_len)
         if not request.is_admitted:
-            self._check_waiting(sum(each.num_prompt_tokens for each in live.group))
+            self._check_waiting(sum(item.num_prompt_tokens for item in live.group))
         if request.request_id in tracker.pending_free:
             raise RequestError(
                 f"request_id: {request.request_id!r} ended, but its KV blocks are still being "
                 "moved; expected another id"
             )
-        for each in live.group:
-            self._check_fits(each)
+        for item in live.group:
+            self._check_fits(item)
         if live.members:
             check_group(tracker, live)
         if live.features:
@@ -249,7 +249,7 @@ class DefaultScheduler(Scheduler):
             return request
         leader = self._tracker.leaders.get(request_id)
         members = () if leader is None else leader.members
-        return next((each for each in members if each.request_id == request_id), None)
+        return next((item for item in members if item.request_id == request_id), None)
 
     def why_waiting(self, request_id: str) -> WaitReason | None:
         """Return why a live request got no tokens in the last step; None if it got some.

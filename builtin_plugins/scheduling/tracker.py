@@ -94,7 +94,7 @@ class RequestTracker:
             self.waiting.push(request)
         self.requests[request.request_id] = request
         self.leaders |= {member.request_id: request for member in request.members}
-        self._num_prompt_tokens += sum(each.num_prompt_tokens for each in request.group)
+        self._num_prompt_tokens += sum(item.num_prompt_tokens for item in request.group)
         if (deadline := request.deadline) is not None:
             entry = (deadline, request.order, request.request_id)
             heapq.heappush(self._deadlines, entry)
@@ -119,11 +119,11 @@ class RequestTracker:
         """Move a request into `running`; the caller removes it from the queue."""
         self.loaded.pop(request.request_id, None)
         self.running[request.request_id] = request
-        for each in request.group:
-            each.status = RequestStatus.RUNNING
+        for item in request.group:
+            item.status = RequestStatus.RUNNING
             self.num_rows += 1
             if self.context.gates is not None:
-                self.context.gates.acquire(each)
+                self.context.gates.acquire(item)
         if self.context.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, now)
 
@@ -136,10 +136,10 @@ class RequestTracker:
     def preempt(self, request: SchedulerRequest, now: float) -> None:
         """Free a running request's blocks and move it into `waiting`."""
         self._remove_running(request)
-        for each in request.group:
-            each.status = RequestStatus.PREEMPTED
-            each.num_preemptions += 1
-            self.unreported_preempted.add(each.request_id)
+        for item in request.group:
+            item.status = RequestStatus.PREEMPTED
+            item.num_preemptions += 1
+            self.unreported_preempted.add(item.request_id)
         self.num_preemptions += 1
         self.reset_progress(request)
         if "preempted" in self.policy_hooks:
@@ -156,13 +156,13 @@ class RequestTracker:
 
     def reset_progress(self, request: SchedulerRequest) -> None:
         """Free a request's blocks and drop all computed state; it is computed again."""
-        for each in request.group:
-            self.cache.free(each)
+        for item in request.group:
+            self.cache.free(item)
             if self.context.encoder_cache is not None:
-                self.context.encoder_cache.free(each)
-            each.num_computed_tokens = each.num_output_placeholders = 0
-            each.draft_token_ids = []
-            each.num_sent_blocks = 0
+                self.context.encoder_cache.free(item)
+            item.num_computed_tokens = item.num_output_placeholders = 0
+            item.draft_token_ids = []
+            item.num_sent_blocks = 0
         self.loaded.pop(request.request_id, None)
 
     def reset_last_loaded(self, keep: SchedulerRequest | None = None) -> bool:
@@ -196,10 +196,10 @@ class RequestTracker:
             self.waiting.remove(request)
             self.loaded.pop(request_id, None)
         del self.requests[request_id]
-        for each in request.group:
-            self._num_prompt_tokens -= each.num_prompt_tokens
-            self.unreported_finished.add(each.request_id)
-            each.status = RequestStatus.FINISHED
+        for item in request.group:
+            self._num_prompt_tokens -= item.num_prompt_tokens
+            self.unreported_finished.add(item.request_id)
+            item.status = RequestStatus.FINISHED
         for member in request.members:
             del self.leaders[member.request_id]
             self.cache.free(member)
@@ -257,7 +257,7 @@ class RequestTracker:
         self.finish_in_planning(
             request,
             FinishReason.ERROR,
-            f"the KV cache is too small: {sum(each.num_tokens for each in request.group)} tokens"
+            f"the KV cache is too small: {sum(item.num_tokens for item in request.group)} tokens"
             f"{' of the request and its members' if request.members else ''}"
             f"{f' and {lookahead} of lookahead' if lookahead else ''} need {needed} blocks of "
             f"{self.cache.block_size} tokens, the cache has {usable}",
@@ -288,9 +288,9 @@ class RequestTracker:
     def num_waiting_tokens(self) -> int:
         """The number of tokens of prompts that are not computed yet."""
         ready = sum(
-            min(each.num_computed_tokens, each.num_prompt_tokens)
+            min(item.num_computed_tokens, item.num_prompt_tokens)
             for request in self.running.values()
-            for each in request.group
+            for item in request.group
         )
         return self._num_prompt_tokens - ready
 
@@ -316,14 +316,14 @@ class RequestTracker:
 
     def blocks_of(self, request: SchedulerRequest) -> int:
         """Return the number of blocks for the known tokens of a request and of its members."""
-        return sum(self.blocks_needed(each.num_tokens) for each in request.group)
+        return sum(self.blocks_needed(item.num_tokens) for item in request.group)
 
     def _remove_running(self, request: SchedulerRequest) -> None:
         del self.running[request.request_id]
-        for each in request.group:
+        for item in request.group:
             self.num_rows -= 1
             if self.context.gates is not None:
-                self.context.gates.release(each)
+                self.context.gates.release(item)
 
     def _free_blocks(
         self, request: SchedulerRequest, output: EngineCoreOutput, *, loading: bool

@@ -364,7 +364,7 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
         return accepted
 
     def combine(self, rows: Any, arguments: Mapping[str, Any]) -> Any:
-        """Return the logits of a request from its own and those of its members; or a fault."""
+        """Return the combined logits of a request and its members, or a fault."""
         form = form_of(rows[0])
         try:
             combined = self.run("combine", rows, arguments)

@@ -312,7 +312,7 @@ class FrontendParts:
     def members(
         self, request: EngineCoreRequest, read: Callable[[GivenPrompt], GivenPrompt]
     ) -> dict[str, list[EngineCoreRequest]]:
-        """Return the members that halves open beside a request, by part.
+        """Return the members that halves open for a request, by part.
 
         Args:
             read: tokenizes a prompt.

@@ -106,7 +106,7 @@ class HiddenStates(Protocol):
 
 
 class ModelLogits(Protocol):
-    """Changes the logits of the model, or combines those of a request and of its members."""
+    """Changes the logits of the model, or combines the logits of a group."""
 
     def logits(self, logits: torch.Tensor, request_ids: Sequence[str]) -> torch.Tensor | None:
         """Return changed logits, before masks and logits processors; None leaves them.
@@ -118,7 +118,7 @@ class ModelLogits(Protocol):
         return None
 
     def combine(self, logits: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """Return the logits of a request from its own and those of its members.
+        """Return the combined logits of a request and its members.
 
         Called in the rank that samples, before `logits`, for each row of a request for which
         `FrontendHalf.members` of the part opened members; needs no data of the engine's half. The

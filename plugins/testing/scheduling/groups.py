@@ -175,7 +175,7 @@ class GroupSimulator(SimulatorState):
                 break
             self.clock.advance(1e-6)
             if step == self._loses:
-                self._take(self.scheduler.schedule(), executes=False)
+                self._process_plan(self.scheduler.schedule(), executes=False)
                 self.scheduler.plan_lost(self.plans[-1])
                 continue
             self.stepped.start(self._execute)
@@ -233,13 +233,13 @@ class GroupSimulator(SimulatorState):
         return sum(map(history_hash, histories)) % self.settings.vocab_size
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        self._take(plan)
+        self._process_plan(plan)
         result = ModelRunnerOutput()
         for group in self._groups.values():
             self._sample(group, plan, result)
         return result
 
-    def _take(self, plan: SchedulerOutput, *, executes: bool = True) -> None:
+    def _process_plan(self, plan: SchedulerOutput, *, executes: bool = True) -> None:
         """Apply a plan to the rows of the worker, and write the keys and values."""
         self.plans.append(plan)
         for name in plan.finished_request_ids | plan.preempted_request_ids:

@@ -154,7 +154,7 @@ class SchedulerSuite(ComponentSuite):
         self._situation(150, pause_scenarios(self._unsupported()))
 
     def test_groups(self) -> None:
-        """Requests run with members, whose last tokens are in the same steps."""
+        """Requests and their members compute their last tokens in the same steps."""
         if not self.scheduler.keeps_groups:
             pytest.skip("rejected: it does not keep groups of requests")
         more: dict[str, Any] = {"options": self.options, "uses_policy": self.uses_policy}

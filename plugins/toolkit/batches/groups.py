@@ -1,4 +1,4 @@
-"""Groups of requests in a batch: rows of members beside the rows of their requests."""
+"""Groups of requests in a batch: rows of requests and of their members."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CombiningHalf(Protocol):
         """Return whether it has a hook."""
 
     def combine(self, rows: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
-        """Return the logits of a request from its own and those of its members; or a fault."""
+        """Return the combined logits of a request and its members, or a fault."""
 
 
 class PlannedRows(Protocol):
@@ -103,7 +103,7 @@ class RowGroups:
         return [*requests, *members], [*range(len(requests)), *(index for _, index in pairs)]
 
     def with_rows(self, requests: Sequence[LogitsRequest], rows: Any, step: PlannedRows) -> Any:
-        """Return rows of requests, then those of their members, as far from their ends.
+        """Return rows of requests, then the rows of their members at the same distance from the end.
 
         Args:
             requests: request of each row.
@@ -142,7 +142,7 @@ def members_in(request: LogitsRequest) -> Sequence[LogitsRequest]:
 def combine_groups(
     logits: torch.Tensor, requests: Sequence[LogitsRequest], halves: Sequence[CombiningHalf]
 ) -> torch.Tensor:
-    """Return the logits of requests, combined with those of their members.
+    """Return the logits of requests, combined with the logits of their members.
 
     A fault is stored in the group; `copy_to_members` adds it to the result of the step.
 

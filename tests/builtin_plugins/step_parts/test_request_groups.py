@@ -1,4 +1,4 @@
-"""Groups of requests in an engine: what they compose with, their limits and their errors."""
+"""Groups of requests in an engine: combinations, limits and errors."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_sampled_tokens_stop_strings_and_logprobs_are_of_the_combination(llm):
     seeded = params(["no"], temperature=1.0, seed=3, logprobs=1, repetition_penalty=1.3)
     first, second = (llm.generate(["say"], seeded)[0].outputs[0] for _ in range(2))
     assert first.token_ids == second.token_ids
-    assert [set(entry) & {token} for entry, token in zip(first.logprobs, first.token_ids, strict=True)] == [
-        {token} for token in first.token_ids
-    ]
+    assert [
+        set(entry) & {token} for entry, token in zip(first.logprobs, first.token_ids, strict=True)
+    ] == [{token} for token in first.token_ids]
     stopped = llm.generate(["say"], params(["no"], stop=[first.text[:1] or "x"]))[0]
     assert stopped.finished
 

@@ -1,14 +1,14 @@
-"""Step parts that open members beside requests, and combine their logits."""
+"""Step parts that open members of requests, and combine their logits."""
 
 from __future__ import annotations
 
 from hardpoint import plugins
-from hardpoint.plugins import FrontendHalf, StepPart, WorkerHalf
+from hardpoint.plugins import FrontendHalf, LoRARequest, StepPart, WorkerHalf
 from hardpoint.plugins.step_part import GivenPrompt
 
 
 class Mixed(StepPart):
-    """Adds the logits of members to those of a request."""
+    """Sums the logits of a request and its members."""
 
     contract = 1
     named_only = True
@@ -61,3 +61,31 @@ class Lonely(StepPart):
 class OpensOne(FrontendHalf):
     def members(self, request, arguments):
         return [GivenPrompt(token_ids=[1, 2])]
+
+
+class Adapted(StepPart):
+    """Replaces the logits of a request by the logits of a member with an adapter."""
+
+    contract = 1
+    named_only = True
+
+    class Arguments(plugins.Arguments):
+        path: str
+        id: int = 7
+
+    def frontend_half(self, context):
+        return SamePrompt()
+
+    def worker_half(self, context):
+        return Last()
+
+
+class SamePrompt(FrontendHalf):
+    def members(self, request, arguments):
+        adapter = LoRARequest(f"a{arguments['id']}", arguments["id"], arguments["path"])
+        return [GivenPrompt(token_ids=request.prompt_token_ids, fields={"lora": adapter})]
+
+
+class Last(WorkerHalf):
+    def combine(self, logits, arguments):
+        return logits[-1]

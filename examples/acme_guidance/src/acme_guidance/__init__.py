@@ -1,4 +1,4 @@
-"""Classifier-free guidance and contrastive decoding, with hidden members beside a request."""
+"""Classifier-free guidance and contrastive decoding, with hidden members of a request."""
 
 from __future__ import annotations
 

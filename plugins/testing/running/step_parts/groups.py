@@ -20,9 +20,7 @@ OPENED = Rule(
 
 
 def check_group(
-    frontend: FrontendHalf,
-    worker: WorkerHalf | None,
-    combines: bool,
+    halves: tuple[FrontendHalf, WorkerHalf | None],
     request: EngineCoreRequest,
     arguments: Mapping[str, Any],
     vocab_size: int,
@@ -30,9 +28,7 @@ def check_group(
     """Check the members of a request, and the combination of logits.
 
     Args:
-        frontend: half in the frontend.
-        worker: half in a worker; None if there is none.
-        combines: whether that has `combine`.
+        halves: half in the frontend; half in a worker, None without `combine`.
         request: prepared.
         arguments: its arguments for the part.
         vocab_size: size of the rows.
@@ -40,12 +36,13 @@ def check_group(
     Raises:
         Violation: a rule was broken.
     """
+    frontend, worker = halves
     prompts = _members(frontend, request, arguments)
     if prompts != _members(frontend, request, arguments):
         raise OPENED.violation("members() gave other prompts for an equal request")
     if not prompts:
         return
-    if worker is None or not combines:
+    if worker is None:
         raise OPENED.violation(
             f"members() gave {len(prompts)} prompts, and no worker half has combine()"
         )

@@ -215,8 +215,8 @@ class StepPartSuite(StepPartHalves):
             def check(request: EngineCoreRequest) -> None:
                 arguments = request.plugin_args.get(key)
                 if arguments is not None or not self.part.named_only:
-                    given = arguments or {}
-                    check_group(frontend, worker, combines, request, given, self.vocab_size)
+                    halves = frontend, worker if combines else None
+                    check_group(halves, request, arguments or {}, self.vocab_size)
 
             requests = self.requests().map(lambda drawn: structs.replace(drawn, request_id="r0"))
             self._search(OPENED.text, 40, check, request=requests)

@@ -103,7 +103,7 @@ class RowGroups:
         return [*requests, *members], [*range(len(requests)), *(index for _, index in pairs)]
 
     def with_rows(self, requests: Sequence[LogitsRequest], rows: Any, step: PlannedRows) -> Any:
-        """Return rows of requests, then the rows of their members at the same distance from the end.
+        """Return rows of requests, then rows of their members equally far from the end.
 
         Args:
             requests: request of each row.

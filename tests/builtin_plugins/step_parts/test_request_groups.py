@@ -16,7 +16,7 @@ MEMBERS = [["no"], ["something else of another length"], ["one", "and another of
 SETTINGS = {
     "chunks": {"scheduler": {"max_num_batched_tokens": 16}},
     "threshold": {"scheduler": {"long_prefill_token_threshold": 3}},
-    "few blocks": {"kv_cache": {"num_blocks": 16, "watermark": 0.0}},
+    "few blocks": {"max_model_len": 128, "kv_cache": {"num_blocks": 16, "watermark": 0.0}},
     "step by step": {"scheduler": {"asynchronous": False}},
     "step time": {"scheduler": {"step_milliseconds": 1.0}},
     "no prefix cache": {"kv_cache": {"prefix_caching": False}},
@@ -101,9 +101,9 @@ def test_a_fault_of_combine_ends_its_request_alone(llm, alone):
     asked = [params(["no"], fails_at=0), params(MEMBERS[1]), params(["no"], gives="rows")]
     faulty, good, wrong = llm.generate(["say", PROMPTS[1], "say"], asked)
     assert faulty.outputs[0].finish_reason == wrong.outputs[0].finish_reason == "error"
-    assert "mixed" in faulty.error
-    assert "its combine() failed: ValueError: no logits today" in faulty.error
-    assert "expected a tensor [" in wrong.error
+    assert "mixed" in faulty.outputs[0].error
+    assert "its combine() failed: ValueError: no logits today" in faulty.outputs[0].error
+    assert "expected a tensor [" in wrong.outputs[0].error
     assert token_ids([good])[0] == alone[1]
 
 
@@ -124,7 +124,7 @@ def test_two_parts_combine_in_their_order(scripted):
 def test_a_part_without_combine_is_named(scripted):
     with LLM(config=scripted_config(scripted, {"plugins": {"enable": [f"{HERE}:Lonely"]}})) as llm:
         (output,) = llm.generate(["say"], SamplingParams(max_tokens=2))
-        assert "'lonely': expected a worker half with combine(), got none" in output.error
+        assert "'lonely': expected a worker half with combine(), got none" in output.outputs[0].error
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_part_without_combine_is_named(scripted):
             r"members: expected at most 1, .*\(scheduler.max_num_seqs\), got 2",
         ),
         (
-            {"kv_cache": {"num_blocks": 4}},
+            {"max_model_len": 32, "kv_cache": {"num_blocks": 4}},
             r"members: the request and its 2 members need \d+ KV blocks, the cache has \d",
         ),
     ],
@@ -154,12 +154,13 @@ def test_what_does_not_compose_is_refused_by_name(scripted, config, message):
 def test_waiting_prompts_of_members_count(scripted):
     scheduler = {"max_num_seqs": 2, "max_waiting_tokens": 40}
     with LLM(config=scripted_config(scripted, {**MIXED, "scheduler": scheduler})) as llm:
-        streams = [llm.stream("say", params(["b" * 30], max_tokens=8)) for _ in range(2)]
-        next(streams[0])
-        with pytest.raises(HardpointError, match="max_waiting_tokens"):
-            next(llm.stream("say", params(["b" * 30])))
-        for stream in streams:
-            list(stream)
+        first = llm.stream("say", params(["b" * 30], max_tokens=8))
+        next(first)
+        second = llm.stream("say", params(["b" * 30], max_tokens=8))
+        with pytest.raises(HardpointError, match=r"33 more .* 40 \(scheduler.max_waiting_tokens\)"):
+            llm.stream("say", params(["b" * 30]))
+        assert list(first)
+        assert list(second)
 
 
 def test_aborted_groups_leave_nothing(llm):

@@ -48,6 +48,8 @@ class Sum(WorkerHalf):
 class Doubled(Mixed):
     """Mixed, under another name."""
 
+    contract = 1
+
 
 class Lonely(StepPart):
     """Opens members, and combines nothing."""

@@ -60,12 +60,12 @@ def test_adapters_that_have_no_room_at_once_are_refused_by_name(folders):
     with opened(folders, max_loras=1) as llm:
         asked = params(path=str(folders / "adapter0"))
         (output,) = llm.generate(PROMPTS[:1], asked, lora_request=other)
-        assert "members: expected a group that fits at once, got 1: " in output.error
+        assert "members: expected a group that fits at once, got 1: " in output.outputs[0].error
         assert token_ids(llm.generate(PROMPTS[:1], params()))[0]
 
 
 def test_a_missing_adapter_of_a_member_ends_the_request(folders):
     with opened(folders) as llm:
         (output,) = llm.generate(PROMPTS[:1], params(path=str(folders / "none"), id=9))
-        assert "none" in output.error
+        assert "none" in output.outputs[0].error
         assert token_ids(llm.generate(PROMPTS[:1], params()))[0]

@@ -46,8 +46,7 @@ class DefaultScheduler(Scheduler):
     """Schedules running requests first, then admits waiting ones in the policy's order."""
 
     contract = 2
-    limits_waiting_tokens = True
-    keeps_groups = True
+    limits_waiting_tokens = keeps_groups = releases_blocks = True
     context: SchedulerContext
 
     class Options(plugins.Options):

@@ -49,24 +49,8 @@ _DIGITS = re.compile(r"\d+")
 """Names that differ in these alone are of several generations, each a model of its own."""
 
 
-def limits_of(
-    config: EngineConfig,
-    max_model_len: int,
-    *,
-    num_draft_tokens: int = 0,
-    max_encoder_tokens: int = 0,
-    asynchronous: bool = False,
-    num_batches: int = 1,
-) -> SchedulerLimits:
-    """Return the scheduler's limits.
-
-    Args:
-        config: the engine's configuration.
-        max_model_len: resolved.
-        num_draft_tokens: most drafts of a request and a step.
-        max_encoder_tokens: tokens of features that a step may encode.
-        asynchronous: whether steps are scheduled before the results of earlier ones are known.
-        num_batches: number of batches under way at once, if they share no requests.
+def limits_of(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+    """Return the scheduler's limits, of an engine without parts and with one batch at a time.
 
     Raises:
         ConfigError: limits that cannot work together.
@@ -80,10 +64,6 @@ def limits_of(
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         max_waiting=scheduler.max_waiting,
         max_waiting_tokens=scheduler.max_waiting_tokens,
-        num_draft_tokens=num_draft_tokens,
-        max_encoder_tokens=max_encoder_tokens,
-        asynchronous=asynchronous,
-        num_batches=num_batches,
         step_milliseconds=scheduler.step_milliseconds or 0.0,
     )
 

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
 
 from hardpoint.errors import (
     HardpointError,
@@ -45,7 +45,7 @@ from hardpoint.plugins.step_part.part import (
 from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls, ToolCalls
 from hardpoint.toolkit.requests.groups import new_member
 
-from .bound_half import BoundHalf, OpenHalves, open_halves
+from .bound_half import BoundHalf, OpenHalves, opener
 from .components import Components
 from .hooks import FRONTEND_HOOKS, SelectingFields
 from .observers import Observers
@@ -218,11 +218,8 @@ class FrontendParts:
 
         Args:
             limit: most tokens of a cut prompt.
-
-        Raises:
-            RequestError: it refuses it, or failed.
         """
-        with self._refusing(half, name):
+        try:
             prompt = read(*args)
             if not isinstance(prompt, GivenPrompt) or not isinstance(prompt.token_ids, Sequence):
                 raise TypeError(f"expected a GivenPrompt with token ids, got {shown(prompt)}")
@@ -231,6 +228,8 @@ class FrontendParts:
             if not prompt.fields.keys() <= REQUEST_FIELDS.keys():
                 names = shown(sorted(prompt.fields))
                 raise TypeError(f"expected fields that parts make use of alone, got {names}")
+        except BaseException as cause:
+            self._refuse(half, name, "", cause)
         if (cut := prompt.cut) is None:
             return prompt
         return dataclasses.replace(
@@ -247,8 +246,10 @@ class FrontendParts:
         for half in self._preparing:
             if half.for_fields and half.for_fields.isdisjoint(fields):
                 continue
-            with self._refusing(half, "prepare", request.request_id):
+            try:
                 half.half.prepare(request, reasoning)
+            except BaseException as cause:
+                self._refuse(half, "prepare", request.request_id, cause)
             fields = self._fields.set_in(request)  # the half may have set some
 
     def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
@@ -265,10 +266,12 @@ class FrontendParts:
         half = self._media[modality]
         if not half.overrides("read_media"):
             return [item for _, item in items]
-        with self._refusing(half, "read_media", passing=HardpointError):
+        try:
             read = half.half.read_media(modality, items)
             if not isinstance(read, Sequence) or len(read) != len(items):
                 raise TypeError(f"expected {len(items)} items, got {shown(read)}")
+        except BaseException as cause:
+            self._refuse(half, "read_media", "", cause, HardpointError)
         return read
 
     def output_formats(
@@ -287,7 +290,7 @@ class FrontendParts:
         halves = self._formatting if calls is not None else self._used(self._formatting, request)
         with ExitStack() as undo:
             for half in halves:
-                with self._refusing(half, "output_format", request.request_id):
+                try:
                     made = half.half.output_format(request, calls)
                     if made is None:
                         continue
@@ -295,6 +298,8 @@ class FrontendParts:
                         raise TypeError(f"expected an OutputFormat or None, got {shown(made)}")
                     undo.callback(made.close)
                     markers = markers or made.markers
+                except BaseException as cause:
+                    self._refuse(half, "output_format", request.request_id, cause)
                 formats.append(BoundFormat(half.name, made, half.fault))
             undo.pop_all()
         return OutputFormats(formats, markers, calls) if formats else None
@@ -306,28 +311,30 @@ class FrontendParts:
             RequestError: one refuses it, or failed.
         """
         for half in self._calling:
-            with self._refusing(half, "prepare_calls", request.request_id):
+            try:
                 half.half.prepare_calls(request, calls)
+            except BaseException as cause:
+                self._refuse(half, "prepare_calls", request.request_id, cause)
 
     def members(
         self, request: EngineCoreRequest, read: Callable[[GivenPrompt], GivenPrompt]
     ) -> dict[str, list[EngineCoreRequest]]:
-        """Return the members that halves open for a request, by part.
-
-        Args:
-            read: tokenizes a prompt.
+        """Return the members that halves open for a request, by part; `read` tokenizes a prompt.
 
         Raises:
-            RequestError: one refuses the request, or failed; or it has members already.
+            RequestError: one refuses the request, or failed; or no part opens its members.
         """
         members: dict[str, list[EngineCoreRequest]] = {}
         for half in self._opening:
             arguments = request.plugin_args.get(f"step_parts/{half.name}")
-            if arguments is not None or not half.part.named_only:
-                with self._refusing(half, "members", request.request_id):
-                    prompts = half.half.members(request, arguments or {})
-                    if opened := [new_member(read(prompt)) for prompt in prompts]:
-                        members[half.name] = opened
+            if arguments is None and half.part.named_only:
+                continue
+            try:
+                prompts = half.half.members(request, arguments or {})
+                if opened := [new_member(read(prompt)) for prompt in prompts]:
+                    members[half.name] = opened
+            except BaseException as cause:
+                self._refuse(half, "members", request.request_id, cause)
         if unknown := sorted(request.members.keys() - members.keys()):
             raise RequestError(f"members: expected members of enabled parts, got {unknown}")
         return members
@@ -339,8 +346,10 @@ class FrontendParts:
             RequestError: a half failed.
         """
         for half in self._used(self._validating, request):
-            with self._refusing(half, "reads_answer", request.request_id, passing=()):
+            try:
                 reads = half.serves(request.generation) and half.half.reads_answer(request)
+            except BaseException as cause:
+                self._refuse(half, "reads_answer", request.request_id, cause, ())
             if reads:
                 validator = functools.partial(self.validate, request)
                 self._validators.add(validator)
@@ -359,22 +368,20 @@ class FrontendParts:
         requests = [validator.args[0] for validator in list(self._validators)]
         return [request.request_id for request in requests if half.serves(request.generation)]
 
-    @contextmanager
-    def _refusing(
+    def _refuse(
         self,
         half: BoundFrontendHalf,
         method: str,
-        request_id: str = "",
+        request_id: str,
+        cause: BaseException,
         passing: Any = RequestError,
-    ) -> Iterator[None]:
-        try:
-            yield
-        except passing:
-            raise
-        except BaseException as cause:
-            message = half.fault(method, cause)
-            self._record(half.name, request_id, message)
-            raise RequestError(message) from cause
+    ) -> NoReturn:
+        """Refuse a request for a fault; raise an exception of the class `passing` as it is."""
+        if isinstance(cause, passing):
+            raise cause
+        message = half.fault(method, cause)
+        self._record(half.name, request_id, message)
+        raise RequestError(message) from cause
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the first flaw that a half finds in an answer; a fault of a half is one."""
@@ -399,11 +406,7 @@ class FrontendParts:
 
 
 def _readers(halves: Sequence[BoundFrontendHalf]) -> dict[str, BoundFrontendHalf]:
-    """Return the halves that read prompts, by each of their keys, in their order.
-
-    Raises:
-        PluginConflictError: two have the same key.
-    """
+    """Return the halves that read prompts, by each of their keys, in their order."""
     readers: dict[str, BoundFrontendHalf] = {}
     for half in halves:
         for key in half.half.prompt_keys if half.overrides("read_prompt") else ():
@@ -443,10 +446,8 @@ def frontend_parts(
     A part of a class without `frontend_half` is not built here.
 
     Args:
-        plugins: the enabled plugins.
         about: fields of the context of the parts.
         vocabulary: see `FrontendHalfContext`.
-        vocab_size: size of the model's vocabulary.
         encode, clock, send_stats, tokenizer: see `FrontendHalfContext`.
 
     Raises:
@@ -466,19 +467,17 @@ def frontend_parts(
         send_stats=send_stats,
     )
 
+    def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
+        return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
+
+    open_halves = opener(about, lambda _part, _plugins: context, BoundFrontendHalf, bind)
+
     def open_new(
         plugins: PluginSet, entries: Sequence[PluginEntry], config: EngineConfig
     ) -> list[BoundFrontendHalf]:
-        frontend_entries = [
-            entry
-            for entry in entries
-            if plugins.target(entry).frontend_half is not StepPart.frontend_half
-        ]
-        fields, cls = {**about, "config": config}, BoundFrontendHalf
-        return open_halves(plugins, frontend_entries, fields, lambda _part: context, cls, bind)
-
-    def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
-        return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
+        default = StepPart.frontend_half
+        having = [entry for entry in entries if plugins.target(entry).frontend_half is not default]
+        return open_halves(plugins, having, config)
 
     halves = open_new(plugins, plugins.entries("step_parts"), about["config"])
     with ExitStack() as undo:

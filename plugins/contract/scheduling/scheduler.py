@@ -236,6 +236,12 @@ class Scheduler(Component):
     are their drafts, which are those of the request. Members get the tokens of their request, and
     end, and are preempted, with it. They have no output, and only `live_request` returns them.
     """
+    releases_blocks: ClassVar[bool] = False
+    """Whether its plans obey `Request.releases`; others reject a step part that releases blocks.
+
+    A plan has no more tokens of a request than `BlockReleases.num_before_next`, and the columns of
+    `BlockReleases.starting_at` for its first token.
+    """
 
     def __init__(self, context: SchedulerContext) -> None:
         """Create a scheduler without requests.

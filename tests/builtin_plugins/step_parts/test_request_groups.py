@@ -124,7 +124,9 @@ def test_two_parts_combine_in_their_order(scripted):
 def test_a_part_without_combine_is_named(scripted):
     with LLM(config=scripted_config(scripted, {"plugins": {"enable": [f"{HERE}:Lonely"]}})) as llm:
         (output,) = llm.generate(["say"], SamplingParams(max_tokens=2))
-        assert "'lonely': expected a worker half with combine(), got none" in output.outputs[0].error
+        assert (
+            "'lonely': expected a worker half with combine(), got none" in output.outputs[0].error
+        )
 
 
 @pytest.mark.parametrize(

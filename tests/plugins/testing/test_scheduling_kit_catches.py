@@ -53,6 +53,7 @@ SCHEDULERS = [
     (broken.LeavesPromptsNoTime, "step_time", "progress", r"\[.*\] have not finished"),
     (broken.TrustsFailedLoads, "transfers", "KV content|tokens", "could not be loaded|got the tok"),
     (broken.IgnoresReady, "grammars", "grammars", "are running, but their grammars are not ready"),
+    (broken.HidesReleases, "releases", "releases", r"releases the columns \[\] of '.' before pos"),
     (broken.EncodesTooMuch, "encoder", "limits", "encoder tokens are scheduled in one step"),
     (broken.SplitsGroups, "groups", "groups", "last known token of some of|has an output"),
     (broken.ForgetsMembers, "groups", "groups", "at the end workers have"),

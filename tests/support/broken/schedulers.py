@@ -397,6 +397,13 @@ class MisCountsLive(Default):
         return min(super().num_unfinished_requests(), 2)
 
 
+class HidesReleases(Default):
+    def schedule(self):
+        plan = super().schedule()
+        cached = msgspec.structs.replace(plan.cached_requests, released_columns={})
+        return msgspec.structs.replace(plan, cached_requests=cached)
+
+
 class Limitless(Default, contract=2):
     """Does not declare the limit of waiting tokens."""
 
@@ -420,3 +427,9 @@ class ForgetsMembers(Default, contract=2):
         plan = super().schedule()
         ended = frozenset(name for name in plan.finished_request_ids if "/" not in name)
         return msgspec.structs.replace(plan, finished_request_ids=ended)
+
+
+class WithoutReleases(Default, contract=2):
+    """Does not declare that it ends steps at releases."""
+
+    releases_blocks = False

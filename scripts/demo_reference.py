@@ -36,8 +36,13 @@ BEAMS = (  # number of beams, tokens, length penalty, whether early stopping
 )
 BEAM_SUBJECTS = ("bread", "Mars", "rain")
 
-GUIDED = ((0, "jazz", 2, 1.5), (2, "Mars", 0, 3.0), (3, "rain", 1, 0.6))
-"""Shape and subject of a prompt, shape of its negative prompt, and the scale of the guidance."""
+GUIDED = (
+    ("The capital of France is", "The weather is bad today and", 1.5),
+    ("Write a story:\nOnce upon a time", "I am", 3.0),
+    ("def add(a, b):\n    return", "Hello", 2.0),
+)
+"""Prompts, their negative prompts, and the scales of the guidance."""
+GUIDED_TOKENS = 12
 
 TOP = 8
 """Logits per position that are kept."""
@@ -113,12 +118,11 @@ def compute() -> dict[str, Any]:
 def guided(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """Return results of classifier-free guidance: two forward passes of whole texts per token."""
     answers = []
-    for shape, subject, negative_shape, scale in GUIDED:
-        texts = SHAPES[shape].format(subject), SHAPES[negative_shape].format("a clock")
+    for *texts, scale in GUIDED:
         prompts = [tokenizer(text)["input_ids"] for text in texts]
         tokens: list[int] = []
         gaps = []
-        for _ in range(NEW_TOKENS):
+        for _ in range(GUIDED_TOKENS):
             rows = [model(torch.tensor([ids + tokens])).logits[0, -1] for ids in prompts]
             positive, negative = (row.log_softmax(-1) for row in rows)
             best = (negative + scale * (positive - negative)).topk(2)

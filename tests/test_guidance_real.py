@@ -17,7 +17,7 @@ CASES = json.loads((ROOT / "tests/support/demo_reference.json").read_text())["gu
 SETTINGS = {
     "plain": {},
     "chunks": {"scheduler": {"max_num_batched_tokens": 16}},
-    "preempting": {"kv_cache": {"num_blocks": 15, "watermark": 0.0}},
+    "preempting": {"kv_cache": {"num_blocks": 7, "watermark": 0.0}},
     "no prefix cache": {"kv_cache": {"prefix_caching": False}},
     "drafts": {"speculation": {"use": ["ngram"]}},
     "own process": {"engine": {"in_process": False}},
@@ -43,7 +43,7 @@ def check(acme_guidance, monkeypatch, settings) -> None:
     monkeypatch.setenv("PYTHONPATH", str(acme_guidance))
     config = {"device": "cpu", "plugins": {"enable": ["acme_guidance:Guidance"]}, **settings}
     prompts = [case["prompt"] for case in CASES]
-    with LLM("smollm2", dtype="float32", max_model_len=160, config=config) as llm:
+    with LLM("smollm2", dtype="float32", max_model_len=96, config=config) as llm:
         alone = llm.generate(prompts[:1], params(CASES[0]))
         assert alone[0].outputs[0].token_ids == CASES[0]["tokens"]
         plain = SamplingParams(temperature=0.0, max_tokens=4)
@@ -63,7 +63,7 @@ def test_guided_tokens_are_those_of_transformers(acme_guidance, monkeypatch):
 @pytest.mark.nightly
 def test_the_server_returns_the_guided_tokens(acme_guidance):
     command = [sys.executable, "-m", "hardpoint", "serve", "smollm2", "--port", "0"]
-    settings = ['dtype="float32"', "max_model_len=160", 'plugins.enable=["guidance"]']
+    settings = ['dtype="float32"', "max_model_len=96", 'plugins.enable=["guidance"]']
     command += [word for setting in settings for word in ("--set", setting)]
     surroundings = {**os.environ, "PYTHONPATH": str(acme_guidance)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=surroundings) as server:

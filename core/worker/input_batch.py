@@ -333,9 +333,6 @@ class InputBatch:
         slots = self._slots_of(row_of, positions - self._num_released[row_of])
         tables = self._tables[..., rows, :width].astype(np.int64, order="C")
         self._num_computed[rows], requests = computed, [self._requests[row] for row in rows]
-        samples = computed == ends
-        if self.groups:
-            samples &= [request not in self.groups.members for request in requests]
         step = (requests, starts, query_starts, positions)
         sees = None if self._spans is None else self._spans.last_seen(*step)
         packed: PackedStep | None = None
@@ -367,7 +364,7 @@ class InputBatch:
             attention=attention,
             query_starts=query_starts,
             starts=starts,
-            samples=samples,
+            samples=(computed == ends) & self.groups.shown(requests),
             packed=packed,
             token_types=self._token_types(row_of, positions, device) if self._has_types else None,
         )

@@ -88,6 +88,10 @@ class RowGroups:
         for name in self._groups.keys() & request_ids:
             self.members.difference_update(self._groups.pop(name).requests.values())
 
+    def shown(self, requests: Sequence[LogitsRequest]) -> bool | list[bool]:
+        """Return whether each request is no member; True if none is."""
+        return not self._groups or [request not in self.members for request in requests]
+
     def with_members(
         self, requests: Sequence[LogitsRequest]
     ) -> tuple[Sequence[LogitsRequest], Sequence[int]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-import torch
-
 from hardpoint import plugins
 from hardpoint.plugins import (
     ConfigError,
@@ -16,7 +14,8 @@ from hardpoint.plugins import (
     Speculator,
     SpeculatorContext,
 )
-from hardpoint.plugins.device import to_device
+
+from .drawing import draw
 
 _MOST_TOKENS = 1 << 16
 """Tokens of the cache by default, of all requests together."""
@@ -131,37 +130,8 @@ class DraftModel(Speculator):
         logits = self._model.extend({name: new for name, (_, new) in fed.items()})
         requests = [request for request, _ in fed.values()]
         positions = [len(r.output_token_ids) + len(drafts[r.request_id]) for r in requests]
-        return dict(zip(fed, self._draw(logits, requests, positions), strict=True))
-
-    def _draw(
-        self, logits: torch.Tensor, requests: Sequence[DraftRequest], positions: Sequence[int]
-    ) -> list[int]:
-        """Return the token that the request of each row would draw from these logits."""
-        ops, device = self.context.ops, logits.device
-        params = [request.params for request in requests]
-        greedy = [sampling.greedy for sampling in params]
-        if all(greedy):
-            return [int(token) for token in ops.argmax(logits).tolist()]
-
-        def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-            return to_device(values, device, dtype).unsqueeze(1)
-
-        temperatures = [1.0 if sampling.greedy else sampling.temperature for sampling in params]
-        ops.divide(logits, column(temperatures, torch.float32))
-        k = [sampling.top_k if 0 < sampling.top_k < logits.shape[1] else 0 for sampling in params]
-        if any(k):
-            ops.keep_top_k(logits, column(k, torch.int64), max(k))
-        if any(sampling.top_p < 1 for sampling in params):
-            ops.keep_top_p(logits, column([sampling.top_p for sampling in params], torch.float32))
-        if any(sampling.min_p > 0 for sampling in params):
-            ops.keep_min_p(logits, column([sampling.min_p for sampling in params], torch.float32))
-        drawn = ops.draw(
-            logits,
-            to_device([request.seed for request in requests], device, torch.int64),
-            to_device(positions, device, torch.int64),
-            to_device(greedy, device, torch.bool),
-        )
-        return [int(token) for token in drawn.tolist()]
+        drawn = draw(self.context.ops, logits, requests, positions)
+        return dict(zip(fed, drawn, strict=True))
 
     def ended(self, request: DraftRequest) -> None:
         """Release the sequence of a request."""

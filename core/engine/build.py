@@ -139,7 +139,7 @@ def build_core(
         scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
-            limits=_scheduler_limits(config, size, executor, step_parts, spec.num_draft_tokens),
+            limits=_scheduler_limits(config, size, executor, step_parts),
             kv_cache=kv_cache,
             policy=policy.policy,
             policy_fault=policy.report_fault,
@@ -268,6 +268,7 @@ def _build_kv_cache(
         num_states=size.num_states,
         max_step_tokens=needs.max_step_tokens,
         prefix_caching=cache.prefix_caching,
+        drops_last_block=parts.num_lookahead_tokens > 0,
         hash_algorithm=cache.hash_algorithm,
         part_keys=parts.block_keys,
         eviction=eviction,
@@ -341,11 +342,7 @@ def _check_depth(executor: Executor, config: EngineConfig) -> None:
 
 
 def _scheduler_limits(
-    config: EngineConfig,
-    size: CacheSize,
-    executor: Executor,
-    parts: EngineHalves,
-    num_draft_tokens: int,
+    config: EngineConfig, size: CacheSize, executor: Executor, parts: EngineHalves
 ) -> SchedulerLimits:
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
     # Ranks of one stage send them to each other, if asked to.
@@ -354,7 +351,8 @@ def _scheduler_limits(
     ahead = depth > 1 and parallel.pipeline == 1 and can_follow
     return dataclasses.replace(
         limits_of(config, size.max_model_len),
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=parts.num_draft_tokens,
+        num_lookahead_tokens=parts.num_lookahead_tokens,
         max_encoder_tokens=parts.max_encoder_tokens,
         asynchronous=ahead,
         num_batches=1 if ahead else depth,

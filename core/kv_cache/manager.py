@@ -78,6 +78,7 @@ class BlockManager:
         num_states: int = 0,
         max_step_tokens: int | None = None,
         prefix_caching: bool = True,
+        drops_last_block: bool = False,
         hash_algorithm: str = "sha256",
         part_keys: PartKeys | None = None,
         eviction: Eviction | None = None,
@@ -87,7 +88,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = tuple(groups)
-        self._caching = prefix_caching
+        self._caching, self._drops_last = prefix_caching, drops_last_block
         self._windows = [
             (group, spec.window) for group, spec in enumerate(groups) if spec.window is not None
         ]
@@ -157,6 +158,8 @@ class BlockManager:
             return _NO_PREFIX
         hashes = self._hashes.of(request, limit)
         length, tables = _longest_prefix(self.groups, self.pool.index, hashes, limit, size)
+        if length and self._drops_last:  # keys of a head in it depend on the token after it
+            length, tables = _longest_prefix(self.groups, self.pool.index, hashes, length - 1, size)
         while (whole := request.source.whole_prefix(length * size) // size) < length:
             length, tables = _longest_prefix(self.groups, self.pool.index, hashes, whole, size)
         return CachedPrefix(length * size, tables) if length else _NO_PREFIX

@@ -54,7 +54,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.plugins.step_part.worker import MainModel, PreparedModel
+from hardpoint.plugins.step_part.worker import DraftingHead, MainModel, PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 from hardpoint.toolkit.kv_blocks.releases import check_attention
 from hardpoint.toolkit.workers.sequences import LoadedSequences, main_sequences
@@ -161,6 +161,7 @@ def open_parts(
         host_memory=lambda: memory_limit(torch.device("cpu")).available,
         loaded=_loaded_model(spec, planned, ops, prepare_again),
         open_model=_model_opener(spec, planned),
+        open_head=functools.partial(_open_head, spec, planned.attention, ops),
         num_draft_tokens=spec.num_draft_tokens,
     )
     samples = ranks.is_output
@@ -212,6 +213,35 @@ def _loaded_model(
     )
 
 
+def _open_head(
+    spec: WorkerSpec,
+    attention: CheckedAttention,
+    ops: Ops,
+    model: str | MainModel,
+    architecture: str = "",
+) -> DraftingHead:
+    """Load a drafting head, as `HeadOpener`, and add its attention layers to the main model's."""
+    if (size := spec.config.parallel.world_size) > 1:
+        raise ModelError(f"model: expected one rank for a drafting head, got {size}")
+    head = spec
+    if isinstance(model, str):
+        assert spec.prepare is not None, "the worker's spec was made by hand"
+        head = spec.prepare(_config_of(spec.config, model))
+    config = head.model_config
+    if architecture:
+        config = dataclasses.replace(config, architecture=architecture, implementation="")
+    dtype, max_model_len = spec.dtype, spec.max_model_len
+    head = dataclasses.replace(head, model_config=config, dtype=dtype, max_model_len=max_model_len)
+    limit = functools.partial(memory_limit, spec.device)
+    planned = plan_model(head, ops, attention.backend, Parallel(), limit)
+    with contextlib.ExitStack() as undo:
+        undo.callback(planned.model.close)
+        _read_weights(head, planned, "model")
+        first_layer = attention.add_layers(planned.checked.specs)
+        undo.pop_all()
+    return DraftingHead(planned.model, head.loader, first_layer)
+
+
 def _open_sequences(spec: WorkerSpec, num_tokens: int) -> LoadedSequences:
     """Load a further model, with a KV cache for so many tokens of all sequences together."""
     backend, ops = open_attention(spec), open_ops(spec)
@@ -227,14 +257,7 @@ def _open_sequences(spec: WorkerSpec, num_tokens: int) -> LoadedSequences:
     close = functools.partial(close_all, [backend, planned.model, ops])
     with contextlib.ExitStack() as undo:
         undo.callback(close)
-        with contextlib.closing(planned.quantized):
-            needed, limit = planned.estimate.weights + cache_bytes, planned.estimate.limit
-            if needed > limit.available:
-                raise ModelError(
-                    f"model: {spec.config.model!r} and its cache of {num_tokens} tokens need "
-                    f"{needed} bytes, {limit.available} are available"
-                )
-            load_weights(spec, planned, WeightCache(spec.config.weight_cache), bool)
+        _read_weights(spec, planned, "model", cache_bytes)
         with torch.inference_mode():
             planned.checked.run_trial(min(_SEQUENCE_TRIAL, spec.max_model_len), 1)
         undo.pop_all()
@@ -377,11 +400,8 @@ class ReloadedModel:
         planned = self._plan(spec)
         with contextlib.ExitStack() as undo:
             undo.callback(planned.model.close)
-            with contextlib.closing(planned.quantized):
-                _check_memory(planned)
-                # No file of the cache for each of the many versions of a training.
-                off = WeightCache(msgspec.structs.replace(spec.config.weight_cache, path="off"))
-                load_weights(spec, planned, off, bool)
+            # No file of the cache for each of the many versions of a training.
+            _read_weights(spec, planned, "weights", path="off")
             # Calls among ranks would mix with those of the steps that run.
             if (among := planned.model.context.parallel).tensor.size == among.engines.size == 1:
                 with torch.inference_mode():
@@ -402,10 +422,16 @@ class ReloadedModel:
             planned.model.close()
 
 
-def _check_memory(planned: PlannedModel) -> None:
-    needed, limit = planned.estimate.weights, planned.estimate.limit
-    if needed > limit.available:
-        raise ModelError(
-            f"weights: {size_text(needed)} are needed in addition to the current ones, "
-            f"{size_text(limit.available)} are available ({limit.source})"
-        )
+def _read_weights(
+    spec: WorkerSpec, planned: PlannedModel, field: str, cache_bytes: int = 0, **cache: str
+) -> None:
+    """Read the weights of a further model, if the memory has room for them and a KV cache."""
+    with contextlib.closing(planned.quantized):
+        needed, limit = planned.estimate.weights + cache_bytes, planned.estimate.limit
+        if needed > limit.available:
+            raise ModelError(
+                f"{field}: {size_text(needed)} are needed in addition to the current ones, "
+                f"{size_text(limit.available)} are available ({limit.source})"
+            )
+        weight_cache = WeightCache(msgspec.structs.replace(spec.config.weight_cache, **cache))
+        load_weights(spec, planned, weight_cache, bool)

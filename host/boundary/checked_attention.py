@@ -62,33 +62,53 @@ class CheckedAttention:
             ModelError: the backend cannot compute such layers.
             PluginFaultError: the sizes are wrong, or differ in layers that are to share a cache.
         """
-        _refuse_lacking(backend, source, specs, sees_ahead)
-        self.backend, self.source = backend, source
+        self.backend, self.source, self._sees_ahead = backend, source, sees_ahead
         self._rotate = None if _rotates(backend) else rotate
+        self.states, self.kv_layout = states, (backend.kv_layout, backend.kv_layout_version)
+        self._use_layers(specs, groups)
+        self.bytes_per_state = 0 if states is None else states.bytes_per_state
+        self.num_states = 0
+        self.is_replayable = is_replayable(backend)
+        self.pads = backend.pads and states is None
+
+    def _use_layers(self, specs: Sequence[KVSpec], groups: LayerGroups) -> None:
+        _refuse_lacking(self.backend, self.source, specs, self._sees_ahead)
+        self._layers = specs
         # A backend that does not know of values in keys stores these twice, whole.
-        keeps_both = not backend.shares_values
+        keeps_both = not self.backend.shares_values
         self.specs = [replace(s, value_size=None) for s in specs] if keeps_both else specs
         self._value_sizes = [spec.value_size for spec in specs]
-        self.groups, self.states = groups.groups, states
-        self.group_of, self._cache_of = groups.group_of, groups.cache_of
-        self.kv_layout = (backend.kv_layout, backend.kv_layout_version)
-        self._sizes: list[int] = [backend.bytes_per_block(spec) for spec in self.specs]
+        self.groups, self._cache_of = groups.groups, groups.cache_of
+        self.group_of: Sequence[int] = groups.group_of
+        self._sizes: list[int] = [self.backend.bytes_per_block(spec) for spec in self.specs]
         for size in self._sizes:
-            checked(size, AttentionBackend, "bytes_per_block()", source)
+            checked(size, AttentionBackend, "bytes_per_block()", self.source)
         self._layer_of = {cache: layer for layer, cache in enumerate(self._cache_of)}  # one of it
         for layer, cache in enumerate(self._cache_of):
             other = self._layer_of[cache]
             if self._sizes[layer] != self._sizes[other]:
                 raise PluginFaultError(
-                    f"{source}: its bytes_per_block() gave {self._sizes[layer]} for {specs[layer]} "
-                    f"and {self._sizes[other]} for {specs[other]}, expected the same, since they "
-                    f"differ in the window alone"
+                    f"{self.source}: its bytes_per_block() gave {self._sizes[layer]} for "
+                    f"{specs[layer]} and {self._sizes[other]} for {specs[other]}, expected the "
+                    f"same, since they differ in the window alone"
                 )
         self.bytes_per_block = sum(self._sizes[layer] for layer in self._layer_of.values())
-        self.bytes_per_state = 0 if states is None else states.bytes_per_state
-        self.num_states = 0
-        self.is_replayable = is_replayable(backend)
-        self.pads = backend.pads and states is None
+
+    def add_layers(self, specs: Sequence[KVSpec]) -> int:
+        """Add layers of drafting heads; return the index of the first.
+
+        Raises:
+            ModelError: other layers have sliding windows, or the backend cannot compute such ones.
+        """
+        windows = [group.window for group in self.groups]
+        if windows != [None]:
+            raise ModelError(
+                f"kv_cache.window_groups: expected false with drafting heads, because layers have "
+                f"KV cache groups with the windows {', '.join(map(str, windows))}"
+            )
+        layers = [*self._layers, *specs]
+        self._use_layers(layers, LayerGroups.single(len(layers)))
+        return len(layers) - len(specs)
 
     def plans(self, steps: Sequence[AttentionStep]) -> list[Any]:
         """Return the plan of each layer.

@@ -196,6 +196,10 @@ class CheckedModel:
             raise self._wrong("compute_logits", logits, f"floating logits {where}")
         return logits
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return embedded tokens, as `Model.embed`."""
+        return self._model.embed(token_ids)
+
     def unembed(self, residual: torch.Tensor) -> torch.Tensor:
         """Return logits of the residual stream, as `Model.unembed`."""
         return self._model.unembed(residual)

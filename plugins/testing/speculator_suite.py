@@ -16,6 +16,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.typed import ReadOnlyList
 
 from .component_suite import GeneralComponentSuite
+from .hidden_states.head_cache import BLOCK_SIZE, HeadCache, blocks_of
 from .pace import PYTHON, cpu_cost
 from .snapshots import without_growth
 from .suite import Rule, Violation, checks, short_repr
@@ -39,6 +40,10 @@ FORGETS = Rule(
 RESUMED = Rule(
     "resumed: a request that starts with outputs gets the same drafts as any other",
     "read request.output_token_ids from the beginning in the first propose()",
+)
+BLOCKS = Rule(
+    "blocks: a head writes keys and values for each hidden state, in the blocks of its request",
+    "write the slots of positions from hidden_start on, as block_ids has them, and drafts after",
 )
 READS_ONLY = Rule(
     "reads only: a speculator changes nothing of a request",
@@ -70,6 +75,7 @@ class SpeculatorSuite(GeneralComponentSuite):
         learns: whether what a request writes shows in the drafts of later ones of its scope.
         vocab_size: vocabulary size, at least 16.
         hidden_size: hidden size of the model.
+        hidden_parts: hidden states of a row of `DraftRequest.hidden`; several with `needs_layers`.
         device: device of the model.
         num_draft_tokens: drafts of a request and a step, at most.
         budget_us_per_request: maximum microseconds to draft for a request whose text has 500
@@ -81,6 +87,7 @@ class SpeculatorSuite(GeneralComponentSuite):
     learns: ClassVar[bool] = False
     vocab_size: ClassVar[int] = 131
     hidden_size: ClassVar[int] = 16
+    hidden_parts: ClassVar[int] = 1
     device: ClassVar[str] = "cpu"
     num_draft_tokens: ClassVar[int] = 5
     budget_us_per_request: ClassVar[float | None] = 200.0
@@ -109,6 +116,9 @@ class SpeculatorSuite(GeneralComponentSuite):
             num_draft_tokens=self.num_draft_tokens,
             **self.context(),
         )
+        if self.speculator.has_kv_cache:
+            self._cache = HeadCache()
+            speculator.cache_allocated(self._cache.allocated(4 * _LONG))
         return speculator
 
     def test_drafts(self) -> None:
@@ -179,6 +189,45 @@ class SpeculatorSuite(GeneralComponentSuite):
                 )
 
         self._search(RESUMED.text, 60, check, text=self._text())
+
+    def test_blocks(self) -> None:
+        """A head writes keys and values of its requests in their blocks, and in no others."""
+        if not self.speculator.has_kv_cache:
+            pytest.skip("has_kv_cache is False")
+
+        def check(texts: list[_Text]) -> None:
+            speculator = self._make()
+            for number, text in enumerate(texts):
+                self._start(speculator, text, f"r{number}", str(number))
+            for turn in range(max(len(text.pieces) for text in texts)):
+                self._cache.written.clear()
+                running = [text for text in texts if turn < len(text.pieces)]
+                self._step(speculator, running, turn)
+                self._check_slots([text.request for text in running])
+
+        self._search(BLOCKS.text, 40, check, texts=self._texts(at_least=1))
+
+    def _check_slots(self, requests: Sequence[DraftRequest]) -> None:
+        allowed: set[int] = set()
+        for request in requests:
+            assert request.hidden is not None
+            start, end = request.hidden_start, request.hidden_start + len(request.hidden)
+            slots = [
+                request.block_ids[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+                for place in range(start, end + self.num_draft_tokens)
+            ]
+            allowed.update(slots)
+            if missing := [n for n, slot in enumerate(slots[: end - start], start)
+                           if slot not in self._cache.written]:  # fmt: skip
+                raise BLOCKS.violation(
+                    f"it wrote no keys at position {missing[0]} of request {request.request_id}, "
+                    f"expected them at {start} to {end - 1}"
+                )
+        if outside := sorted(self._cache.written - allowed):
+            raise BLOCKS.violation(
+                f"it wrote slot {outside[0]} of block {outside[0] // BLOCK_SIZE}, which is not of "
+                f"a request at a position from its hidden_start on"
+            )
 
     @checks(READS_ONLY)
     def test_reads_only(self) -> None:
@@ -254,7 +303,7 @@ class SpeculatorSuite(GeneralComponentSuite):
     def _hidden(self, tokens: Sequence[int], count: int) -> torch.Tensor:
         table = torch.randn(997, self.hidden_size, generator=torch.Generator().manual_seed(0))
         rows = [(31 * place + token) % 997 for place, token in enumerate(tokens)][-count:]
-        return table[rows].to(self.device)
+        return table[rows].repeat(1, self.hidden_parts).to(self.device)
 
     def _text(self) -> st.SearchStrategy[_Text]:
         tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
@@ -293,6 +342,8 @@ class SpeculatorSuite(GeneralComponentSuite):
                 drafts_by_text[i].append(tokens)
         for text in texts:
             speculator.ended(text.request)
+            if self.speculator.has_kv_cache:
+                self._cache.forget(text.request.request_id)
             text.request = None
         return drafts_by_text
 
@@ -320,6 +371,9 @@ class SpeculatorSuite(GeneralComponentSuite):
             if self.speculator.needs_hidden:
                 new = len(text.pieces[turn]) if turn else len(text.prompt) + len(text.output) - 1
                 request.hidden = self._hidden([*text.prompt, *text.output][:-1], new)
+                request.hidden_start = len(text.prompt) + len(text.output) - 1 - new
+            if self.speculator.has_kv_cache:
+                request.block_ids = blocks_of(request.request_id)
         requests = [text.request for text in texts]
         proposed = speculator.propose(
             requests, sum(request.limit for request in requests) if budget is None else budget

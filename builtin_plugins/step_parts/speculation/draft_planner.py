@@ -157,6 +157,9 @@ class DraftPlanner(
             name: AcceptanceRate(memory=_COMMON_MEMORY) for name in context.components.enabled(KIND)
         }
         self.num_draft_tokens = config.speculation.num_draft_tokens
+        classes = {n: context.components.find(KIND, n) for n in context.components.enabled(KIND)}
+        self._heads = {n for n, cls in classes.items() if getattr(cls, "has_kv_cache", False)}
+        self.num_lookahead_tokens = self.num_draft_tokens if self._heads else 0
         self._adaptive = config.speculation.adaptive
         self._most_tokens = config.scheduler.max_num_batched_tokens
         self._live: dict[str, _SpeculatingRequest] = {}
@@ -193,7 +196,7 @@ class DraftPlanner(
                 live.num_known = len(live.request.output_token_ids)
                 started[new.source.request_id] = live.speculator
         limits, observed = self._limits(plan)
-        is_idle = not (limits or observed or started)
+        is_idle = not (limits or observed or started or self._heads)
         if is_idle and self._live.keys().isdisjoint(plan.draft_token_ids):
             return None
         missed: dict[str, list[int]] = {}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Drafted:
+class Drafted:
     """A request that a speculator drafts for.
 
     Attributes:
@@ -88,12 +88,14 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
                     ops=LogitsOps() if context.loaded is None else context.loaded.ops,
                     loaded=context.loaded,
                     open_model=context.open_model,
+                    open_head=context.open_head,
+                    max_step_tokens=config.scheduler.max_num_batched_tokens,
                 )
                 undo.callback(self._components.close, speculator)
                 self._speculators[name] = speculator
             undo.pop_all()
         self._vocab_size = context.vocab_size
-        self._known: dict[str, _Drafted] = {}
+        self._known: dict[str, Drafted] = {}
         self._data = DraftData({})
         self._verified: Mapping[str, Sequence[int]] = {}
         self._report = DraftReport({})
@@ -142,22 +144,20 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
             self._failed(name, f"start() of request {source.request_id!r} failed", cause)
             self._report.failed.append(source.request_id)
             return
-        self._known[source.request_id] = _Drafted(request, name, output)
+        self._known[source.request_id] = Drafted(request, name, output)
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Append the tokens of the step, and draft the next ones."""
-        drafting: dict[str, list[DraftRequest]] = {}
+        drafting = self._without_token(token_ids)
         observed: dict[str, list[DraftRequest]] = {}
         for name, tokens in token_ids.items():
             known = self._known.get(name)
             if known is None:
                 continue
-            list.extend(known.output, tokens)
             speculator = self._speculators[known.speculator]
-            if drafts := self._verified.get(name):
-                speculator.verified(known.request, tuple(drafts), len(tokens) - 1)
-            self._show_hidden(known, len(drafts or ()) + 1 - len(tokens))
-            if limit := self._data.limits.get(name):
+            self._add_tokens(known, speculator, tokens)
+            limit = self._data.limits.get(name, 0)
+            if limit or self._always_drafts(known):
                 known.request.limit = limit
                 drafting.setdefault(known.speculator, []).append(known.request)
             elif speculator.is_quick and name in self._data.observed:
@@ -173,7 +173,26 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
                 if drafts := self._report.drafts.pop(request.request_id, None):
                     self._report.observed[request.request_id] = drafts[0]
 
-    def _show_hidden(self, known: _Drafted, rejected: int) -> None:
+    def _always_drafts(self, known: Drafted) -> bool:  # noqa: ARG002
+        """Return whether a request is shown to its speculator after steps without drafts, too."""
+        return False
+
+    def _without_token(
+        self,
+        token_ids: Mapping[str, Sequence[int]],  # noqa: ARG002
+    ) -> dict[str, list[DraftRequest]]:
+        """Return the requests without a token that are shown to speculators, by their names."""
+        return {}
+
+    def _add_tokens(self, known: Drafted, speculator: Speculator, tokens: Sequence[int]) -> None:
+        """Append the tokens of the step, and show them to the speculator."""
+        list.extend(known.output, tokens)
+        drafts = self._verified.get(known.request.request_id, ())
+        if drafts:
+            speculator.verified(known.request, tuple(drafts), len(tokens) - 1)
+        self._show_hidden(known, len(drafts) + 1 - len(tokens))
+
+    def _show_hidden(self, known: Drafted, rejected: int) -> None:
         """Show hidden states of a request to its speculator, without rejected drafts."""
 
     def _propose(self, name: str, requests: list[DraftRequest], budget: int) -> int:
@@ -247,12 +266,16 @@ class DraftingFromHidden(Drafting, HiddenStates):
                 start, end = rows.starts[index : index + 2]
                 if known.hidden_end != self._computed[name]:
                     known.hidden = []  # a preemption, or a step without data, was in between
-                known.hidden.append(hidden[start:end].clone())
+                known.hidden.append(self._rows_for(known, hidden, start, end))
                 known.hidden_end = self._computed[name] + end - start
 
-    def _show_hidden(self, known: _Drafted, rejected: int) -> None:
+    def _rows_for(self, known: Drafted, hidden: torch.Tensor, start: int, end: int) -> torch.Tensor:  # noqa: ARG002
+        return hidden[start:end].clone()
+
+    def _show_hidden(self, known: Drafted, rejected: int) -> None:
         import torch  # noqa: PLC0415 - features load without it
 
+        known.request.hidden_start = known.hidden_end - sum(map(len, known.hidden))
         if known.hidden and rejected:
             known.hidden[-1] = known.hidden[-1][:-rejected]
         known.request.hidden = torch.cat(known.hidden) if known.hidden else None

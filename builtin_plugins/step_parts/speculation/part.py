@@ -10,6 +10,7 @@ from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .draft_planner import DraftPlanner
 from .drafting import Drafting, DraftingFromHidden
+from .head_drafting import DraftingByHeads, DraftingByLayers
 from .requests import KIND, DraftedRequests
 from .verification import DraftVerification
 
@@ -43,5 +44,10 @@ class Speculation(StepPart):
         if not names:
             return DraftVerification() if context.num_draft_tokens else None
         classes = [cast(type[Speculator], context.components.find(KIND, name)) for name in names]
-        reads_hidden = any(cls.needs_hidden for cls in classes)
-        return (DraftingFromHidden if reads_hidden else Drafting)(config, context)
+        half: type[Drafting] = Drafting
+        if any(cls.has_kv_cache for cls in classes):
+            reads_layers = any(cls.needs_layers for cls in classes)
+            half = DraftingByLayers if reads_layers else DraftingByHeads
+        elif any(cls.needs_hidden for cls in classes):
+            half = DraftingFromHidden
+        return half(config, context)

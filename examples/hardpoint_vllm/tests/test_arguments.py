@@ -28,6 +28,8 @@ TRANSLATED = {
     "names": ({"served_model_name": "small"}, {"server.served_names": ["small"]}),
     "a pooler": ({"pooler_config": PoolerConfig(pooling_type="MEAN")},
                  {"plugins.enable": ["mean"]}),
+    "head": ({"speculative_config": {"method": "eagle3", "model": "head"}},
+             {"speculation.use": ["eagle3"], "plugin.eagle3.model": "head"}),
     "a KV connector": ({"kv_transfer_config": {
                             "kv_connector": "Files", "kv_connector_module_path": "acme.files",
                             "kv_role": "kv_producer",
@@ -65,7 +67,7 @@ def test_what_changes_no_result_is_noted():
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization?"),
         ({"port": 80}, "port: there is no such argument"),
         ({"dtype": "int3"}, "dtype: expected one of auto, .* got 'int3'"),
-        ({"speculative_config": {"method": "eagle3"}}, "expected the method ngram, .* 'eagle3'"),
+        ({"speculative_config": {"method": "medusa"}}, "expected the method ngram, .* 'medusa'"),
         ({"model": "/tmp", "revision": "v1"}, "revision: expected none for the model '/tmp'"),
         ({"pooler_config": {"pooling_type": "MAX"}}, "pooling_type: expected one of all, .*'MAX'"),
     ],

@@ -241,6 +241,7 @@ class BoundPart(BoundHalf[EngineHalf]):
         conditions = {f"step_parts/{part.name}": part.named_only, INCLUDE(part.name): is_included}
         self.required = frozenset(name for name, is_required in conditions.items() if is_required)
         self.num_draft_tokens = self.half.num_draft_tokens
+        self.num_lookahead_tokens = self.half.num_lookahead_tokens
 
     @property
     def planned_users(self) -> Collection[str]:

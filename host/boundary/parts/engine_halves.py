@@ -44,6 +44,7 @@ class EngineHalves:
 
     Attributes:
         num_draft_tokens: most drafts of a request and a step.
+        num_lookahead_tokens: tokens with blocks after the known ones, for drafting heads.
         calls: calls to the parts, and by the parts.
         moves_blocks: the setting that makes a part move KV blocks; None if none does.
         blocks: starts the worker halves of parts that move KV blocks.
@@ -72,6 +73,7 @@ class EngineHalves:
         moving = MovingHalves(parts)
         self.moves_blocks, self.blocks = moving.moves_blocks, BlockStart(moving, describe_fault)
         self.num_draft_tokens = max((part.num_draft_tokens for part in parts), default=0)
+        self.num_lookahead_tokens = max((p.num_lookahead_tokens for p in parts), default=0)
         self.tasks = list(dict.fromkeys(t for part in parts for t in part.half.tasks))
         self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(parts)
         self._by_request: dict[str, list[BoundPart]] = {}
@@ -359,12 +361,9 @@ class EngineHalves:
     def drafts(self, plan: SchedulerOutput) -> dict[str, list[int]]:
         """Return the drafts for the next step, after the result of a plan was processed."""
         drafts: dict[str, list[int]] = {}
-        for part in self._active:
-            if (limit := part.num_draft_tokens) == 0:
-                continue
-            defect = functools.partial(
-                returns.drafts_defect, users=part.users, limit=limit, vocab_size=self._vocab_size
-            )
+        for part in [part for part in self._active if part.num_draft_tokens]:
+            sizes = {"limit": part.num_draft_tokens, "vocab_size": self._vocab_size}
+            defect = functools.partial(returns.drafts_defect, users=part.users, **sizes)
             if (made := self._call(part, plan, "drafts", defect=defect)) is not None:
                 drafts = {name: list(tokens) for name, tokens in made.items() if tokens} | drafts
         return self._limited(plan, drafts) if drafts else drafts

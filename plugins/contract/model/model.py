@@ -313,6 +313,13 @@ class Model(Component):
         Called in the last stage alone, in all of its ranks.
         """
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return embedded tokens [tokens, hidden], as they enter the first layer.
+
+        For drafting heads that share the embedding; optional.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no embed()")
+
     def unembed(self, residual: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab] of the residual stream after any layer [rows, hidden].
 

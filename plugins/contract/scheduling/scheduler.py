@@ -137,9 +137,8 @@ class SchedulerLimits:
         max_waiting_tokens: maximum tokens of prompts that are not computed yet; a further prompt is
             rejected with QueueFullError, unless none waits or `is_admitted`. None is no limit.
         num_draft_tokens: maximum drafts of a request in a step.
-        num_lookahead_tokens: further tokens that get blocks too. 0 from the engine:
-            it is for drafting heads that write keys ahead, which no built-in is; the conformance
-            kit and simulations set it.
+        num_lookahead_tokens: further tokens that get blocks too, in which drafting heads write
+            keys and values of drafts; 0 without such heads.
         max_loras: 0: nothing limits adapters. Schedulers of contract 1 read it.
         max_encoder_tokens: maximum tokens to encode in a step.
         asynchronous: whether a step may be planned before the results of the last one are in. It

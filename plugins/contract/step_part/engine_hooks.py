@@ -251,9 +251,13 @@ class DraftTokens(Protocol):
     Attributes:
         num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
             0: `drafts` is never called.
+        num_lookahead_tokens: tokens after the known ones that get blocks too; read once. Above 0,
+            the last block of a cached prefix is computed again: its last keys and values of a
+            drafting head depend on the token that follows.
     """
 
     num_draft_tokens: int
+    num_lookahead_tokens: int = 0
 
     @abstractmethod
     def drafts(self) -> Mapping[str, Sequence[int]]:

@@ -54,6 +54,7 @@ class EngineHalf:
     only_included: bool = False
     is_active: bool = True
     num_draft_tokens: int = 0
+    num_lookahead_tokens: int = 0
     tasks: Collection[str] = ()
     encoder_cache: Any = None
     max_encoder_tokens: int = 0

@@ -27,7 +27,8 @@ from hardpoint.plugins.model.logits_ops import LogitsOps
 from hardpoint.plugins.requests.params import SamplingParams, ids_after_embeddings
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 
-from .worker import LoadedModel, MainModel, ModelOpener
+from .worker import HeadOpener, LoadedModel, MainModel, ModelOpener
+from .worker_data import AllocatedCache
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,10 @@ class SpeculatorContext(Context["Speculator"]):
         loaded: the model itself; None if the context was made by hand.
         open_model: opens a further model, such as a small draft model; None if the context was
             made by hand.
-        MAIN_MODEL: the engine's own model, for `open_model`.
+        open_head: opens a drafting head, with attention layers in the engine's KV cache; None if
+            the context was made by hand. For speculators with `has_kv_cache`.
+        max_step_tokens: tokens of a step, at most.
+        MAIN_MODEL: the engine's own model, for `open_model` and `open_head`.
     """
 
     MAIN_MODEL: ClassVar[MainModel] = MainModel.MAIN
@@ -64,6 +68,8 @@ class SpeculatorContext(Context["Speculator"]):
     ops: LogitsOps = field(default_factory=LogitsOps)
     loaded: LoadedModel | None = None
     open_model: ModelOpener | None = None
+    open_head: HeadOpener | None = None
+    max_step_tokens: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +95,13 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
             `len(prompt_token_ids) + len(output_token_ids) - 1 - len(hidden)`. At least one; at most
             the ones computed since the previous token of the request. Hidden states of a cached
             prefix are missing; after a preemption some may be repeated; the ones of a step
-            without `propose` are not repeated. None unless `needs_hidden`.
+            without `propose` are not repeated. None unless `needs_hidden`. With `needs_layers`,
+            [tokens, layers * hidden_size].
+        hidden_start: position of the first row of `hidden`.
+        block_ids: its blocks of the KV cache, with lookahead; empty without `has_kv_cache`.
+        cache_start: first position from which the blocks have keys and values of this speculator,
+            up to `hidden_start`; where a block begins. It is after `hidden_start` if the tokens up
+            to the next block cannot be used.
     """
 
     request_id: str
@@ -102,6 +114,9 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
     state: StateT_co = field(default=None, kw_only=True)  # type: ignore[assignment]
     limit: int = 0
     hidden: torch.Tensor | None = None
+    hidden_start: int = 0
+    block_ids: Sequence[int] = ()
+    cache_start: int = 0
 
     @property
     def last_prompt_ids(self) -> list[int]:
@@ -135,12 +150,22 @@ class Speculator(ComponentWithArguments):
 
     Attributes:
         needs_hidden: whether it reads `DraftRequest.hidden`.
+        has_kv_cache: whether it has layers in the engine's KV cache (`SpeculatorContext.open_head`)
+            and writes keys and values for each row of `hidden`. It needs `needs_hidden`. Then
+            `propose` is called after every step, also for parts of prompts and requests without
+            drafts; their `limit` is 0. Blocks have room for `num_draft_tokens` further tokens.
+        needs_layers: whether the rows of `hidden` are the residual stream after `hidden_layers`.
+        hidden_layers: layers of the model, by index, in the order of their parts in a row; set by
+            the constructor of a speculator with `needs_layers`.
         is_quick: whether a draft takes far less time than a step. Then it also drafts for requests
             with drafts that do not pay, so that the engine notices when they would; these drafts
             are not verified.
     """
 
     needs_hidden: ClassVar[bool] = False
+    has_kv_cache: ClassVar[bool] = False
+    needs_layers: ClassVar[bool] = False
+    hidden_layers: Sequence[int] = ()
     is_quick: ClassVar[bool] = False
 
     context: SpeculatorContext
@@ -183,6 +208,17 @@ class Speculator(ComponentWithArguments):
     @notifies
     def ended(self, request: DraftRequest) -> None:
         """Notify the speculator of the end of a request that it has started."""
+
+    @notifies
+    def cache_allocated(self, cache: AllocatedCache) -> None:
+        """Take the engine's KV cache, which is allocated, also again after a sleep.
+
+        Called with `has_kv_cache` alone.
+        """
+
+    @notifies
+    def cache_released(self) -> None:
+        """Drop all references to the KV cache before its memory is released."""
 
     def memory(self) -> int:
         """Return the bytes on the device that it is going to allocate.

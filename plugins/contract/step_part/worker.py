@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from hardpoint.plugins.model.forward import ForwardBatch, LinearMatrix
     from hardpoint.plugins.model.loader import WeightLoader
+    from hardpoint.plugins.model.model import Model
     from hardpoint.plugins.model.ops import Ops
 
 __all__ = ["WorkerHalfContext"]
@@ -43,6 +44,9 @@ class StepModel(Protocol):
         Raises:
             PluginFaultError: the model returned something else.
         """
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return embedded tokens [tokens, hidden_size], as `Model.embed`."""
 
     def unembed(self, residual: torch.Tensor) -> torch.Tensor:
         """Return logits of the residual stream after a layer, as `Model.unembed`."""
@@ -197,6 +201,40 @@ class ModelOpener(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class DraftingHead:
+    """A loaded head, with attention layers in the engine's KV cache.
+
+    Attributes:
+        model: the head, with loaded weights; a plugin of the kind `models`.
+        loader: loader of its weights.
+        first_layer: index of its first attention layer, for `AllocatedCache.attend`.
+    """
+
+    model: Model
+    loader: WeightLoader
+    first_layer: int
+
+
+class HeadOpener(Protocol):
+    """Opens drafting heads in a worker."""
+
+    def __call__(self, model: str | MainModel, architecture: str = "") -> DraftingHead:
+        """Return a loaded head, which the caller closes; dtype and length are the engine's.
+
+        Called by constructors alone: the KV cache gets the layers of its `kv_specs`.
+
+        Args:
+            model: as `EngineConfig.model`; or `MAIN_MODEL` of the context, for a head that is in
+                the files of the engine's model.
+            architecture: name of the plugin that computes it; empty is that of its config.
+
+        Raises:
+            ModelError: it cannot be loaded or does not fit; or the engine's model is divided among
+                ranks, or has a sliding window in all layers.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerHalfContext:
     """Context of the half in a worker.
@@ -212,6 +250,7 @@ class WorkerHalfContext:
         host_memory: returns the bytes that the process may still allocate in CPU memory.
         loaded: the model itself; None if the context was made by hand.
         open_model: opens a further model; None if the context was made by hand.
+        open_head: opens a drafting head; None if the context was made by hand.
         num_draft_tokens: most drafts of a request that a step verifies; 0 if no part drafts.
         MAIN_MODEL: the engine's own model, for `open_model`.
     """
@@ -228,4 +267,5 @@ class WorkerHalfContext:
     host_memory: Callable[[], int]
     loaded: LoadedModel | None = None
     open_model: ModelOpener | None = None
+    open_head: HeadOpener | None = None
     num_draft_tokens: int = 0

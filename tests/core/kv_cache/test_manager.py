@@ -58,6 +58,13 @@ def test_lookup(tokens, found):
     assert prefix.block_ids == ([list(range(found // 2))] if found else ())
 
 
+@pytest.mark.parametrize(("tokens", "cached"), [(TOKENS, 6), ([*TOKENS, 10], 8), (TOKENS[:3], 0)])
+@pytest.mark.parametrize("groups", [[KVCacheGroup(None)], WINDOW])
+def test_the_last_block_of_a_prefix_is_dropped_for_drafting_heads(tokens, cached, groups):
+    manager = filled(groups=groups, drops_last_block=True)
+    assert hit(manager, tokens) == cached
+
+
 def test_lookups_count_when_they_are_used():
     manager = filled()
     before = manager.stats()

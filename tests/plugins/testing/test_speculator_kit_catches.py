@@ -21,6 +21,8 @@ BROKEN = [
     (broken.ByPlace, "alone", "alone", r"each of a scope of its own, got the drafts"),
     (broken.Remembers, "forgets", "forgets", r"after \d others had ended, and .* from a new"),
     (broken.ReadsNewTokensOnly, "resumed", "resumed", r"when it was started with them"),
+    (broken.WritesLastKeys, "blocks", "blocks", r"it wrote no keys at position 0 of request r0"),
+    (broken.WritesElsewhere, "blocks", "blocks", r"it wrote slot 7000000 of block 437500, which"),
     (broken.Appends, "reads_only", "reads only", r"it changed the output of a request"),
     (broken.SetsState, "reads_only", "reads only", r"it set state of a request"),
     (broken.Grows, "memory", "memory", r"grew from \d+ to \d+ elements while 60 requests"),
@@ -31,6 +33,7 @@ BROKEN = [
 RIGHT = [
     {"speculator": broken.LastPair},
     {"speculator": broken.Learns, "learns": True},
+    {"speculator": broken.WritesKeys},
 ]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hardpoint.plugins import Speculator
+import numpy as np
+import torch
+
+from hardpoint.plugins import AttentionStep, Speculator
 from support.samples import Sample, spend
 
 
@@ -148,3 +151,50 @@ class Slow(LastPair):
     def follow(self, request):
         spend(0.001)
         return super().follow(request)
+
+
+class WritesKeys(LastPair):
+    """Right: writes a part of each hidden state as its key and value."""
+
+    needs_hidden = True
+    has_kv_cache = True
+
+    def cache_allocated(self, cache):
+        self.cache = cache
+
+    def propose(self, requests, budget):
+        for request in requests:
+            self.write(request, self.slots(request))
+        return super().propose(requests, budget)
+
+    def slots(self, request):
+        size, start = self.cache.block_size, request.hidden_start
+        places = range(start, start + len(request.hidden))
+        return [request.block_ids[place // size] * size + place % size for place in places]
+
+    def write(self, request, slots):
+        count = len(slots)
+        length = request.hidden_start + count
+        blocks = list(request.block_ids[: -(-length // self.cache.block_size)])
+        step = AttentionStep(
+            query_starts=np.array([0, count]),
+            seq_lens=np.array([1]),
+            num_single=int(count == 1),
+            block_table=torch.tensor([blocks]),
+            slots=torch.tensor(slots),
+            block_size=self.cache.block_size,
+        )
+        rows = request.hidden[:count, None, :4]
+        self.cache.attend([step])(0, rows, rows, rows)
+
+
+class WritesLastKeys(WritesKeys):
+    def slots(self, request):
+        return super().slots(request)[-1:]
+
+
+class WritesElsewhere(WritesKeys):
+    def propose(self, requests, budget):
+        for request in requests:
+            self.write(request, [7_000_000])
+        return super().propose(requests, budget)

@@ -16,7 +16,8 @@ _log = logging.getLogger("hardpoint.vllm")
 
 _EXECUTORS = {"mp": "multiproc", "uni": "uniproc", "ray": "ray"}
 _SPECULATORS = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft_model",
-                "[ngram]": "ngram", "ngram_gpu": "ngram"}  # fmt: skip
+                "[ngram]": "ngram", "ngram_gpu": "ngram", "eagle3": "eagle3", "mtp": "mtp",
+                "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}  # fmt: skip
 _POOLERS = ("all", "cls", "last", "mean", "step")
 
 
@@ -131,15 +132,15 @@ def _speculation(value: Any, arguments: Mapping[str, Any], to: Translated) -> No
     method = config.pop("method", None) or ("draft_model" if "model" in config else None)
     if method not in _SPECULATORS:
         raise ConfigError(
-            f"speculative_config: expected the method ngram, suffix or draft_model, got "
-            f"{method!r}; use speculation.use (docs/speculative-decoding.md)"
+            f"speculative_config: expected the method ngram, suffix, draft_model, eagle3 or mtp, "
+            f"got {method!r}; use speculation.use (docs/speculative-decoding.md)"
         )
     name = _SPECULATORS[method]
     to.values["speculation.use"] = [name]
     if (count := config.pop("num_speculative_tokens", None)) is not None:
         to.values["speculation.num_draft_tokens"] = int(count)
-    if name == "draft_model":
-        to.values["plugin.draft_model.model"] = config.pop("model")
+    if name in ("draft_model", "eagle3"):
+        to.values[f"plugin.{name}.model"] = config.pop("model")
     if name == "ngram":
         if (longest := config.pop("prompt_lookup_max", None)) is not None:
             to.values["plugin.ngram.longest"] = int(longest)

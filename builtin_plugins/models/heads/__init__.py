@@ -1,0 +1,1 @@
+"""Drafting heads: layers that draft tokens from hidden states of a model."""

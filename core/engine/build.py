@@ -181,6 +181,7 @@ def build_core(
             sleep_levels=info.sleep_levels,
             idle_method=info.idle_method,
             activity=activity,
+            without_overlap=spec.without_overlap,
         )
         core = inputs.core(parts)
         undo.pop_all()
@@ -372,9 +373,8 @@ def _scheduler_limits(
     parallel, depth = config.parallel, executor.max_concurrent_batches
     can_follow = parallel.world_size == 1 or bool(config.scheduler.asynchronous)
     ahead = depth > 1 and parallel.pipeline == 1 and can_follow
-    return limits_of(
-        config,
-        size.max_model_len,
+    return dataclasses.replace(
+        limits_of(config, size.max_model_len),
         num_draft_tokens=num_draft_tokens,
         max_encoder_tokens=parts.max_encoder_tokens,
         asynchronous=ahead,

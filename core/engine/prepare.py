@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -49,24 +50,8 @@ _DIGITS = re.compile(r"\d+")
 """Names that differ in these alone are of several generations, each a model of its own."""
 
 
-def limits_of(
-    config: EngineConfig,
-    max_model_len: int,
-    *,
-    num_draft_tokens: int = 0,
-    max_encoder_tokens: int = 0,
-    asynchronous: bool = False,
-    num_batches: int = 1,
-) -> SchedulerLimits:
-    """Return the scheduler's limits.
-
-    Args:
-        config: the engine's configuration.
-        max_model_len: resolved.
-        num_draft_tokens: most drafts of a request and a step.
-        max_encoder_tokens: tokens of features that a step may encode.
-        asynchronous: whether steps are scheduled before the results of earlier ones are known.
-        num_batches: number of batches under way at once, if they share no requests.
+def limits_of(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+    """Return the scheduler's limits that the configuration sets; `max_model_len` is resolved.
 
     Raises:
         ConfigError: limits that cannot work together.
@@ -80,10 +65,6 @@ def limits_of(
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         max_waiting=scheduler.max_waiting,
         max_waiting_tokens=scheduler.max_waiting_tokens,
-        num_draft_tokens=num_draft_tokens,
-        max_encoder_tokens=max_encoder_tokens,
-        asynchronous=asynchronous,
-        num_batches=num_batches,
         step_milliseconds=scheduler.step_milliseconds or 0.0,
     )
 
@@ -94,22 +75,25 @@ def num_batches(config: EngineConfig) -> int:
     return 2 if stages == 1 and config.scheduler.asynchronous else stages
 
 
-def _with_overlap(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Return the configuration with `scheduler.asynchronous` resolved."""
+def _with_overlap(
+    config: EngineConfig, device: torch.device, plugins: PluginSet
+) -> tuple[EngineConfig, Sequence[str]]:
+    """Return the configuration with `scheduler.asynchronous` resolved, and what prevents "auto"."""
     scheduler, parallel = config.scheduler, config.parallel
     if scheduler.asynchronous != "auto":
-        return config
-    needs = {
-        "executor.use = 'uniproc'": config.executor.use == "uniproc",
-        "a single rank": parallel.world_size == 1,
-        "experts of its own": not (parallel.expert and parallel.data > 1),
+        return config, ()
+    executor = plugins.one("executors")
+    causes = {
+        f"device {device.type!r}": device.type != "cuda",
+        f"executor {executor.name!r}": not plugins.target(executor).overlaps_steps,
+        "several ranks": parallel.world_size > 1,
+        "experts in several engines": parallel.expert and parallel.data > 1,
     }
-    missing = [need for need, is_met in needs.items() if not is_met]
-    if missing and device.type == "cuda":
-        _log.info("scheduler.asynchronous: false; steps overlap with %s", ", ".join(missing))
-    ahead = device.type == "cuda" and not missing
-    scheduler = msgspec.structs.replace(scheduler, asynchronous=ahead)
-    return msgspec.structs.replace(config, scheduler=scheduler)
+    causes_here = [cause for cause, applies in causes.items() if applies]
+    if causes_here and device.type == "cuda":
+        _log.info("scheduler.asynchronous: false, because of %s", ", ".join(causes_here))
+    scheduler = msgspec.structs.replace(scheduler, asynchronous=not causes_here)
+    return msgspec.structs.replace(config, scheduler=scheduler), causes_here
 
 
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:
@@ -144,7 +128,7 @@ def prepare_worker(
         ModelError: the model is missing, damaged or unsupported.
     """
     device = _device(config, place.local_rank)
-    config = _with_overlap(config, device)
+    config, without_overlap = _with_overlap(config, device, plugins)
     loader = open_loader(config, plugins, find_files(config.model))
     source = plugins.get("loaders", loader.name).source
     try:
@@ -187,6 +171,7 @@ def prepare_worker(
         progress=progress,
         prepare=lambda other: prepare_worker(other, plugins, config_sources, progress, place),
         place=place,
+        without_overlap=without_overlap,
     )
 
 

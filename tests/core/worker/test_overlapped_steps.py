@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from support.driving import FINAL, alone, run, summary, varied_jobs
@@ -44,6 +45,23 @@ class KnownOps(StreamOps):
         self.opened.append(self)
 
 
+class WritingOps(KnownOps):
+    """Writes `num_overlaps` to a file, for a test in another process."""
+
+    contract = 1
+
+    class Options(KnownOps.Options):
+        path: str = ""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._path = Path(context.options.path)
+
+    def launch_forward(self):
+        super().launch_forward()
+        self._path.write_text(str(self.num_overlaps))
+
+
 def overlapping(extra):
     scheduler = {"asynchronous": True, **extra.get("scheduler", {})}
     return {**AHEAD, **extra, "scheduler": scheduler}
@@ -65,6 +83,19 @@ def test_overlapped_equals_alone(open_engine, expected, extra, per_step):
     assert not stats.num_waits_for_results
     assert stats.kv_cache_usage == 0
     assert KnownOps.opened[-1].num_overlaps > 5
+
+
+def test_overlapped_in_another_process(open_engine, expected, tmp_path):
+    path = tmp_path / "overlaps"
+    tables = {
+        "ops": {"use": f"{__name__}:WritingOps"},
+        "plugin": {"writing_ops": {"path": str(path)}},
+        "executor": {"use": "multiproc"},
+    }
+    engine = open_engine({**overlapping(tables), "ops": tables["ops"]})
+    assert run(engine, varied_jobs(COUNT)) == expected
+    assert not engine.call_utility("scheduler_stats").num_waits_for_results
+    assert int(path.read_text()) > 5
 
 
 def test_grammars_delay_sampling_alone(scripted, open_engine):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.adapters import lora, write_adapter, write_model
+from support.adapters import write_adapter, write_model
 from support.driving import FINAL, summary
 from support.internals import engine_of
 from support.plugins.late_ops import LateOps
 from support.searching import searches_long
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.step_parts.adapters.identity import content_hash, read_files
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.kernels import cpu
+from hardpoint.plugins import LoRARequest
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_config
 
@@ -37,15 +39,23 @@ def folders(tmp_path_factory):
         pytest.skip(f"sums depend on the other rows of a step without kernels, and they: {cause}")
     base = tmp_path_factory.mktemp("overlapped")
     model = write_model(base / "model")
+    adapters = []
     for index in range(2):
+        path = str(base / f"adapter{index}")
         write_adapter(base / f"adapter{index}", model, seed=index, r=2 + index, lora_alpha=4)
-    return base / "model", [lora(f"a{i}", i + 1, base / f"adapter{i}") for i in range(2)]
+        content = content_hash(*read_files(path))
+        adapters.append(LoRARequest(f"a{index}", index + 1, path, content))
+    return base / "model", adapters
 
 
 def opened(folders, tables):
     tables = {
         "attention": {"use": "native_cpu"},
-        "adapters": {"max_loras": 2, "max_lora_rank": 4},
+        "adapters": {
+            "max_loras": 2,
+            "max_lora_rank": 4,
+            "paths": {adapter.name: adapter.path for adapter in folders[1]},
+        },
         "max_model_len": 128,
         **tables,
         "kv_cache": {"block_size": 8, **tables.get("kv_cache", {})},
@@ -102,15 +112,15 @@ def run_schedule(llm, jobs, draw):
     has_counter = False
     while waiting or engine.has_unfinished_requests():
         choice = draw.random()
-        if choice < 0.3 and waiting:
+        if choice > 0.7 and waiting:
             live.append(engine.add_request(*waiting.pop(0)))
-        elif choice < 0.33 and live:
+        elif choice < 0.02 and live:
             engine.abort_requests(live.pop(draw.randrange(len(live))))
-        elif choice < 0.36:
+        elif choice < 0.04:
             change = {"disable": ["counter"]} if has_counter else {"enable": [COUNTER]}
             llm.plugins.change(**change)
             has_counter = not has_counter
-        elif choice < 0.38:
+        elif choice < 0.06:
             engine.call_utility("reset_prefix_cache", draw.random() < 0.5)
         else:
             results |= ended(engine.step())

@@ -146,7 +146,7 @@ def build_core(
         scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
-            limits=_scheduler_limits(config, size, executor, step_parts, spec.num_draft_tokens),
+            limits=_scheduler_limits(config, size, executor, step_parts),
             kv_cache=kv_cache,
             policy=policy.policy,
             policy_fault=policy.report_fault,
@@ -362,11 +362,7 @@ def _check_depth(executor: Executor, config: EngineConfig) -> None:
 
 
 def _scheduler_limits(
-    config: EngineConfig,
-    size: CacheSize,
-    executor: Executor,
-    parts: EngineHalves,
-    num_draft_tokens: int,
+    config: EngineConfig, size: CacheSize, executor: Executor, parts: EngineHalves
 ) -> SchedulerLimits:
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
     # Ranks of one stage send them to each other, if asked to.
@@ -375,7 +371,7 @@ def _scheduler_limits(
     ahead = depth > 1 and parallel.pipeline == 1 and can_follow
     return dataclasses.replace(
         limits_of(config, size.max_model_len),
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=parts.num_draft_tokens,
         max_encoder_tokens=parts.max_encoder_tokens,
         asynchronous=ahead,
         num_batches=1 if ahead else depth,

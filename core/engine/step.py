@@ -115,8 +115,7 @@ class EngineCoreParts:
         self.step_parts.add_stats(stats)
         if self.step_cost is not None:
             stats.step_cost_error = self.step_cost.current().error
-        if self.num_waits:
-            stats.num_waits_for_results = dict(self.num_waits)
+        stats.num_waits_for_results = dict(self.num_waits)
         stats.num_without_overlap = dict.fromkeys(self.without_overlap, 1)
         return stats
 

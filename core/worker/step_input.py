@@ -13,7 +13,7 @@ from hardpoint.plugins import AttentionStep, LogitsRequest
 from hardpoint.toolkit.batches.packed_step import IntArray, PackedStep
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepInput:
     """The tokens of one step, flattened; sequences with a single token come first.
 
@@ -26,7 +26,7 @@ class StepInput:
         starts: int [seqs]; tokens of each sequence that were computed before.
         samples: bool [seqs]; whether the step reaches the sequence's last known token or draft.
         packed: the tensors in one; None if the batch does not pack them.
-        token_types: as in ForwardBatch.
+        token_types, needed: as in ForwardBatch.
     """
 
     requests: Sequence[LogitsRequest]
@@ -38,6 +38,7 @@ class StepInput:
     samples: np.ndarray[Any, np.dtype[np.bool_]]
     packed: PackedStep | None = None
     token_types: torch.Tensor | None = None
+    needed: torch.Tensor | None = None
 
     def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
         """Return the experts of the tokens of each request that asks for them."""

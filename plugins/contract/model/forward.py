@@ -101,6 +101,8 @@ class ForwardBatch:
         token_types: int64 [tokens]; 1 for tokens of the second of two texts, 0 for others. None if
             all are 0, and for models without `token_types`.
         recur: recurrence of a layer of `Model.state_specs`: `recur(layer, advance, x)`.
+        needed: int64 [rows], at least one; the tokens whose hidden states are read. A model may
+            skip others after the attention of its last layer: their rows are then 0. None is all.
     """
 
     token_ids: torch.Tensor
@@ -110,6 +112,7 @@ class ForwardBatch:
     routed_experts: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
     recur: Recur = field(default=no_states, repr=False)
+    needed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

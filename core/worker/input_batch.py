@@ -208,16 +208,17 @@ class InputBatch:
         self._num_tokens[rows] += 1
         self._late_ids, self._late_at[rows] = ids, np.arange(len(rows))
 
-    def settle_late(self, tokens: Mapping[LogitsRequest, int | None]) -> None:
-        """Write the tokens that `append_late` appended; None takes one back."""
+    def settle_late(self, tokens: Mapping[LogitsRequest, int | None]) -> bool:
+        """Write the tokens of `append_late`, None takes one back; return whether no row has left."""
         self._late_ids, self._late_at[:] = None, -1
+        present = [(r.row, -1 if t is None else t) for r, t in tokens.items() if self.has(r)]
+        rows, ids = np.array(present, dtype=np.int64).reshape(-1, 2).T
+        self._num_tokens[rows] -= ids < 0
+        self._token_ids[rows, self._num_tokens[rows] - (ids >= 0)] = np.maximum(ids, 0)
         for request, token in tokens.items():
-            if self.has(request):
-                row = request.row
-                self._num_tokens[row] -= token is None
-                self._token_ids[row, self._num_tokens[row] - (token is not None)] = token or 0
             if token is not None:
                 list.append(request.output_token_ids, token)  # type: ignore[arg-type]
+        return len(present) == len(tokens)
 
     def has(self, request: LogitsRequest) -> bool:
         """Return whether this request, and not another one of its id, is in the batch."""

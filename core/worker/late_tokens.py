@@ -51,8 +51,9 @@ class LateTokens:
             output.sampled_token_ids[request.request_id] = [token]
             if row in sampled.logprobs:
                 output.logprobs[request.request_id] = [sampled.logprobs[row]]
-        batch.settle_late(tokens)
-        advancing = [row for row in rows if batch.has(requests[row])]
+        advancing = rows
+        if not batch.settle_late(tokens):
+            advancing = [row for row in rows if batch.has(requests[row])]
         ids = sampled.device_ids
         ends = pipeline.advance(
             [requests[row] for row in advancing],

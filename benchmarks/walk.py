@@ -45,7 +45,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     options = parser.parse_args()
     params = SamplingParams(temperature=0.0, max_tokens=1)
-    with LLM(options.model) as llm:
+    # A stated number of threads: the default one changes with the load of other programs.
+    with LLM(options.model, config={"executor": {"threads": 1}}) as llm:
         llm.generate("The capital of France is", params)
         # The fewest of some walks: a collection of garbage may call something during one of them.
         texts = ("One plus one is", "The sea is", "Once upon a")

@@ -93,6 +93,10 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="estimate for the last commits")
     options = parser.parse_args()
     if options.report:
+        if not DURATIONS.exists():
+            parser.error(
+                f"--report: expected {DURATIONS.relative_to(ROOT)}: run scripts/test first"
+            )
         report()
         return 0
     base = git("merge-base", options.base, "HEAD").strip()

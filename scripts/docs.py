@@ -8,11 +8,14 @@ Both need `pip install -e '.[docs]'`, and the network is not used. `build` first
 reference (scripts/reference); --keep-reference reads the pages of docs/reference as they are.
 --source-url is the address of the repository's files, such as https://example.com/blob/main:
 links to source files lead there. Without it, their paths are printed instead of links.
+--publish FOLDER also copies the site to FOLDER/VERSION, beside those of earlier versions. Readers
+choose a version in the header; the address of FOLDER leads to the newest one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -52,6 +55,8 @@ def main() -> int:
     parser.add_argument("--source-url", default="", help="address of the repository's files")
     keep_help = "read docs/reference as it is"
     parser.add_argument("--keep-reference", action="store_true", help=keep_help)
+    publish_help = "folder for the sites of all versions; the site of this version is replaced"
+    parser.add_argument("--publish", type=Path, metavar="FOLDER", help=publish_help)
     options = parser.parse_args()
     if not options.keep_reference:
         subprocess.run([sys.executable, str(ROOT / "scripts" / "reference.py")], check=True)
@@ -70,7 +75,37 @@ def main() -> int:
         write_redirects(config, site)
         write_llms(config, site)
         print(f"{len(list(site.rglob('index.html')))} pages in {site}")
+        if options.publish is not None:
+            print(f"published in {publish(site, options.publish, package_version())}")
     return code
+
+
+def package_version() -> str:
+    """Return the version of the package in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return str(project["version"])
+
+
+def publish(site: Path, folder: Path, version: str) -> Path:
+    """Copy the site of a version into the folder of all versions; return its path there.
+
+    `versions.json`, newest first, is the list that the version selector of the theme reads
+    (the format of mike).
+    """
+    target = folder / version
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(site, target)
+    names = [path.parent.name for path in folder.glob("*/index.html")]
+    names.sort(key=lambda name: [int(part) for part in re.findall(r"[0-9]+", name)], reverse=True)
+    newest = names[0]
+    table = [
+        {"version": name, "title": name, "aliases": ["latest"] if name == newest else []}
+        for name in names
+    ]
+    (folder / "versions.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    redirect = REDIRECT.format(target=f"{newest}/", section="")
+    (folder / "index.html").write_text(redirect, encoding="utf-8")
+    return target
 
 
 def generator() -> list[str]:

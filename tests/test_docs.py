@@ -95,6 +95,24 @@ def test_examples_run(page, tmp_path):
     run(sys.executable, "example.py", cwd=tmp_path, examples=0.1)
 
 
+@pytest.mark.nightly
+def test_the_fastapi_application_answers(tmp_path, monkeypatch):
+    """FastAPI is installed for --all only, so the page has its application as a file."""
+    pytest.importorskip("fastapi")
+    testclient = importlib.import_module("fastapi.testclient")
+    page = DOCS / "python-api.md"
+    files = {name[1]: text for _, text in blocks(page) if (name := FILE.match(text))}
+    (tmp_path / "fastapi_application.py").write_text(files["fastapi_application.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    application = importlib.import_module("fastapi_application").app
+    with testclient.TestClient(application) as client:
+        answer = client.post("/generate", params={"prompt": "The capital of France is"})
+        assert (answer.status_code, "Paris" in answer.json()["text"]) == (200, True)
+        answer = client.post("/generate", params={"prompt": ""})
+        assert answer.status_code == 400
+        assert "prompt" in answer.json()["detail"]
+
+
 @pytest.mark.parametrize("page", LINKING_PAGES, ids=label)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^):]*)?\)", page.read_text()):

@@ -1,6 +1,7 @@
 """The pages and the navigation of the documentation site that scripts/docs builds."""
 
 import importlib
+import json
 import tomllib
 
 import pytest
@@ -156,3 +157,19 @@ def test_redirects_from_present_pages_and_to_missing_ones_are_problems(docs, tre
         "zensical.toml: redirects: no such page: missing.md",
         "zensical.toml: redirects: no such section: guide.md#lost",
     ]
+
+
+def test_sites_of_versions_lie_beside_each_other(docs, tmp_path):
+    """The selector lists the newest first, by numbers; the root leads to the newest."""
+    folder = tmp_path / "public"
+    for version, text in (("0.9.1", "a"), ("0.10.0", "b"), ("0.9.1", "c")):
+        site = tmp_path / "site"
+        site.mkdir(exist_ok=True)
+        (site / "index.html").write_text(text)
+        assert docs.publish(site, folder, version) == folder / version
+    assert json.loads((folder / "versions.json").read_text()) == [
+        {"version": "0.10.0", "title": "0.10.0", "aliases": ["latest"]},
+        {"version": "0.9.1", "title": "0.9.1", "aliases": []},
+    ]
+    assert (folder / "0.9.1/index.html").read_text() == "c"
+    assert 'href="0.10.0/"' in (folder / "index.html").read_text()

@@ -209,7 +209,7 @@ class InputBatch:
         self._late_ids, self._late_at[rows] = ids, np.arange(len(rows))
 
     def settle_late(self, tokens: Mapping[LogitsRequest, int | None]) -> bool:
-        """Write the tokens of `append_late`, None takes one back; return whether no row has left."""
+        """Write the tokens of `append_late`, None takes one back; return whether no row left."""
         self._late_ids, self._late_at[:] = None, -1
         present = [(r.row, -1 if t is None else t) for r, t in tokens.items() if self.has(r)]
         rows, ids = np.array(present, dtype=np.int64).reshape(-1, 2).T

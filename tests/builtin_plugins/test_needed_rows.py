@@ -1,4 +1,4 @@
-"""The last layer of tokens that are not sampled from: skipped with the same results, bit for bit."""
+"""The last layer of tokens that are not sampled from is skipped with equal results."""
 
 from __future__ import annotations
 

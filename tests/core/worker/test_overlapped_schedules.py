@@ -1,4 +1,4 @@
-"""Overlapped steps of a model with adapters and drafts, under random schedules with live changes."""
+"""Overlapped steps of a model with adapters and drafts, in random schedules with live changes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def simulated(seed, rates, cost, num_requests, num_steps):
         part.gate(SimpleNamespace(request_id=str(index), source=source, **output))
         new.append(SimpleNamespace(source=source))
     names = dict.fromkeys((entry.source.request_id for entry in new), 1)
-    drafts, observed = {}, {}
+    drafts = {}
     for step in range(1, num_steps):
         fields = {"step": step + 64 * seed + seed % 64, "draft_token_ids": drafts}
         plan = SimpleNamespace(new_requests=new, num_scheduled_tokens=names, **fields)

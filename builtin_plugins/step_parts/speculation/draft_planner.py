@@ -88,7 +88,7 @@ class RequestRate(AcceptanceRate):
 
     Attributes:
         run: latest outcomes that are equal: positive if accepted, negative if rejected.
-        is_own: whether the rate has started again, so that the rate of all requests says little.
+        is_own: whether the rate has started again, so that the rate of all requests does not count.
     """
 
     memory: float = _MEMORY

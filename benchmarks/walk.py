@@ -7,13 +7,15 @@
 Model and attention are counted apart, with all that is called while one of their functions runs
 (operations, kernels, the tensors that these allocate): such calls grow with the model's layers. A
 second prompt is counted, so that what happens once per process (imports, first-use caches) is
-left out. `scripts/sizes --walk` compares the sums with their limits.
+left out. `scripts/sizes --walk` compares the sums with their limits. They depend on the kernels:
+the last line has the operations and attention that ran, and the instruction set of compiled ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     options = parser.parse_args()
     params = SamplingParams(temperature=0.0, max_tokens=1)
+    kernels = KernelLog()
     # A stated number of threads: the default one changes with the load of other programs.
     with LLM(options.model, config={"executor": {"threads": 1}}) as llm:
         llm.generate("The capital of France is", params)
@@ -52,7 +55,30 @@ def main() -> None:
         texts = ("One plus one is", "The sea is", "Once upon a")
         walks = [count_calls(lambda text=text: llm.generate(text, params)) for text in texts]
         calls = min(walks, key=Counter.total)
-    print(json.dumps(sums(calls)) if options.json else table(calls, by_file=options.files))
+    if options.json:
+        print(json.dumps(sums(calls) | {"kernels": kernels.text}))
+    else:
+        print(f"{table(calls, by_file=options.files)}\n{kernels.text}")
+
+
+class KernelLog(logging.Handler):
+    """The log message of the engine about its operations and attention.
+
+    Attributes:
+        text: the message; empty before it came.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.text = ""
+        logger = logging.getLogger("hardpoint")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message, which has the names and instruction sets of both."""
+        if (text := record.getMessage()).startswith("operations: "):
+            self.text = text
 
 
 Calls = Counter[tuple[CodeType, bool]]

@@ -111,10 +111,6 @@ class PreparedEngine:
     def open(self, open_client: OpenClient, new_engine: Callable[[EngineParts], Engine]) -> Engine:
         """Open the engine core, join it with its frontend, and call the hooks of a ready engine.
 
-        Args:
-            open_client: opens the core.
-            new_engine: joins the core's client and the frontend.
-
         Raises:
             ModelError: the model cannot be loaded.
             EngineDeadError: the engine's process ended or was not ready in time.
@@ -130,11 +126,7 @@ class PreparedEngine:
         return engine
 
     def _parts(self, client: EngineCoreClient, size: CacheSize) -> EngineParts:
-        """Return the parts of an engine of that size; its client is closed if calling it fails.
-
-        Raises:
-            EngineDeadError: the engine's process has ended since it was ready.
-        """
+        """Return the parts of an engine of that size; its client is closed if calling it fails."""
         with contextlib.ExitStack() as undo:
             undo.callback(client.close)
             tasks = EngineUtilities.supported_tasks.call(client.call_utility)
@@ -234,7 +226,6 @@ def prepare_engine(
 
     Args:
         config, config_sources: the configuration, and the sources of its values.
-        progress: receives the progress of long work.
         clock: clock of the engine and the frontend, in seconds.
         handed: the plugins that the program hands over, see `handed_over`.
         companions: open the companions of the engine, such as IO processors.
@@ -281,11 +272,6 @@ def prepare_engine(
 
 
 def _check_parts(config: EngineConfig, step_parts: FrontendParts) -> None:
-    """Check that step parts support the configuration.
-
-    Raises:
-        ConfigError: an enabled part is missing.
-    """
     for field, kind, name in (
         ("reasoning.parser", "reasoning_parsers", config.reasoning.parser),
         ("tools.parser", "tool_parsers", config.tools.parser),

@@ -177,7 +177,7 @@ def walked() -> list[Row]:
     files = "files of a prompt of one token outside model, attention, ops and kernels"
     calls = "calls of it there; the functions called most"
     return [
-        Row("walk-files", files, "55", walk["outside_files"]),
+        Row("walk-files", files, "55", walk["outside_files"], [walk["kernels"]]),
         Row("walk-calls", calls, "500", walk["calls"], dearest),
     ]
 

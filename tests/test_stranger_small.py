@@ -15,6 +15,8 @@ PACKAGES = {
     "acme_choice_grammar": 0.1,
     "acme_communicators": 0.1,
     "acme_corpus": 0.1,
+    "acme_early_exit": 0.1,
+    "acme_kv_eviction": 0.1,
     "acme_observing": 0.1,
     "acme_ops": 0.03,
     "acme_parsing": 0.1,

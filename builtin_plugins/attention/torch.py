@@ -100,6 +100,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     softcaps = True
     has_sinks = True
     sees_ahead = True
+    reports_weights = True
     cache_dtypes = ("auto", *CODE_DTYPES)
 
     def __init__(self, context: AttentionContext) -> None:
@@ -164,6 +165,34 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
             whole = self._attend(replace(spec, value_size=None), cache, plan, q, k, k)
             return whole[..., -spec.value_size :]
         return self._attend(spec, cache, plan, q, k, v)
+
+    def attention_weights(
+        self, spec: KVSpec, cache: Cache, step: AttentionStep, sequence: int, q: torch.Tensor
+    ) -> torch.Tensor:
+        """Return attention weights by products in float32; see `AttentionBackend`."""
+        length, size = int(step.seq_lens[sequence]), step.block_size
+        blocks = step.block_table[sequence, : -(-length // size)]
+        if self._is_coded:
+            q = rotate_heads(q).to(q.dtype)
+        keys = self._gather(cache, blocks, 1)[0][0, :length]
+        folded = q.view(len(q), spec.num_kv_heads, -1, spec.head_size).permute(1, 2, 0, 3)
+        scores = folded.float().flatten(1, 2) @ keys.float().permute(1, 2, 0)
+        scores = scores.view(spec.num_heads, len(q), length).mul_(spec.scale)
+        if spec.softcap is not None:
+            scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        key = torch.arange(length, device=q.device)
+        position = key[length - len(q) :, None]
+        hidden = key > position
+        if step.sees is not None:
+            end = step.query_starts[sequence + 1]
+            hidden = key > torch.as_tensor(step.sees[end - len(q) : end, None], device=q.device)
+        if spec.window is not None:
+            hidden |= key <= position - spec.window
+        scores.masked_fill_(hidden, -torch.inf)
+        sums = scores.logsumexp(-1, keepdim=True)
+        if spec.sinks is not None:
+            sums = torch.logaddexp(sums, spec.sinks.view(-1, 1, 1))
+        return (scores - sums).exp_().sum(1)
 
     def _attend(
         self,

@@ -48,18 +48,21 @@ class Cohere2(TypedLayers):
         x = self.embed(batch.token_ids) if batch.hidden is None else batch.hidden
         angles = {rope: rope.at(batch.positions) for rope in self._my_ropes()}
         added, add = self.context.hooks.added, self.context.ops.add
-        for index, layer in enumerate(self._decoder_layers):
-            rope = self._ropes[self._my_layers[index]]
+        skips = self.context.hooks.skips
+        for index, layer in enumerate(self._decoder_layers[: batch.num_layers]):
+            number = self._my_layers[index]
+            skipped = None if skips is None else skips(number)
+            rope = self._ropes[number]
             h = layer.input_norm(x) if layer.input_norm is not None else x
             q, k, v = self._project(layer, h, rope)
             turns = None if rope is None else angles[rope]
             attended = layer.output(batch.attend(index, q, k, v, turns).flatten(1))
-            delta = self.run_mlp(index, h, batch)
+            delta = self._run_mlp(index, h, batch, skipped)
             if added is not None:
-                added(self._my_layers[index], "attention", x, attended)
+                added(number, "attention", x, attended)
             add(x, attended)
             if added is not None:
-                added(self._my_layers[index], "mlp", x, delta)
+                added(number, "mlp", x, delta)
             add(x, delta)
         return self._norm(x) if self.context.parallel.is_last else x
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -282,21 +283,23 @@ class Llama(Model):
         x = self.embed(batch.token_ids) if batch.hidden is None else batch.hidden
         delta: torch.Tensor | None = None
         angles = {rope: rope.at(batch.positions) for rope in self._my_ropes()}
-        added = self.context.hooks.added
-        for index, layer in enumerate(self._decoder_layers):
-            rope = self._ropes[self._my_layers[index]]
+        added, skips = self.context.hooks.added, self.context.hooks.skips
+        for index, layer in enumerate(self._decoder_layers[: batch.num_layers]):
+            number = self._my_layers[index]
+            skipped = None if skips is None else skips(number)
+            rope = self._ropes[number]
             turns = None if rope is None else angles[rope]
             delta = self.mix(index, self._add(layer.input_norm, x, delta), turns, batch)
             x = self.needed_rows(index, x, batch)
             if layer.attention_output_norm is not None:
                 delta = layer.attention_output_norm(delta)
             if added is not None:
-                added(self._my_layers[index], "attention", x, delta)
-            delta = self.run_mlp(index, self._add(layer.mlp_norm, x, delta), batch)
+                added(number, "attention", x, delta)
+            delta = self._run_mlp(index, self._add(layer.mlp_norm, x, delta), batch, skipped)
             if layer.mlp_output_norm is not None:
                 delta = layer.mlp_output_norm(delta)
             if added is not None:
-                added(self._my_layers[index], "mlp", x, delta)
+                added(number, "mlp", x, delta)
         if not self.context.parallel.is_last and delta is not None:
             return x.add_(delta)
         hidden = self._norm(x, delta)
@@ -335,13 +338,39 @@ class Llama(Model):
 
     def needed_rows(self, index: int, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Return x [tokens, ...] of the tokens that a layer needs after its attention."""
-        if batch.needed is None or index < len(self._decoder_layers) - 1:
+        num_layers = batch.num_layers or len(self._decoder_layers)
+        if batch.needed is None or index < num_layers - 1:
             return x
         return x.index_select(0, batch.needed)
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
         """Return the result of the MLP of a layer of this stage for h [tokens, hidden]."""
         return self._decoder_layers[index].mlp(h)
+
+    def _run_mlp(
+        self, index: int, h: torch.Tensor, batch: ForwardBatch, skipped: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the result of the MLP for h [tokens, hidden]; zeros for tokens that skip it.
+
+        It runs for all tokens if `hooks.linear` gets its products, which are of all tokens, and
+        if engines share experts, which all of them call in each layer.
+        """
+        if skipped is None or self.context.parallel.engines.size > 1:
+            return self.run_mlp(index, h, batch)
+        result, rows = torch.zeros_like(h), skipped.logical_not().nonzero().flatten()
+        if not len(rows):
+            return result
+        if self.context.hooks.linear is not None:
+            return self.run_mlp(index, h, batch)
+        routed = batch.routed_experts
+        if routed is None:
+            result[rows] = self.run_mlp(index, h[rows], batch)
+        else:
+            experts = routed[rows]
+            part = dataclasses.replace(batch, routed_experts=experts)
+            result[rows] = self.run_mlp(index, h[rows], part)
+            routed[rows] = experts
+        return result
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""

@@ -262,6 +262,8 @@ def _limit_tokens(
     """
     limits = tracker.limits
     tokens = request.num_tokens - start
+    if request.releases is not None:
+        tokens = min(tokens, request.releases.num_before_next(start))
     if 0 < limits.long_prefill_token_threshold < tokens:
         tokens = limits.long_prefill_token_threshold
     if tokens > step.budget:
@@ -333,7 +335,7 @@ def _lack_blocks(tracker: RequestTracker, request: SchedulerRequest, step: StepS
 def _start(
     tracker: RequestTracker, request: SchedulerRequest, computed: int, tokens: int, step: StepState
 ) -> None:
-    request_id = request.request_id
+    request_id, releases = request.request_id, request.releases
     resumed = request.num_preemptions > 0  # the status does not show it if KV was loaded since
     request.num_computed_tokens = computed
     if "scheduled" in tracker.policy_hooks:
@@ -349,5 +351,6 @@ def _start(
             block_ids=tracker.cache.block_ids(request),
             num_computed_tokens=computed,
             resumed=resumed,
+            released_columns=() if releases is None else releases.starting_at(computed),
         )
     )

@@ -63,13 +63,14 @@ def _schedule_each(
         # request that has not finished has room for one. Where tokens come one by one, the cache
         # has work for the first one of a block and for the last one.
         tokens = request.num_tokens - request.num_computed_tokens
-        if tokens != 1 or request.draft_token_ids or request.features:
+        if tokens != 1 or request.draft_token_ids or request.features or request.releases:
             tokens, features = _limit_tokens(tracker, request, step)
             if tokens <= 0:
                 continue
             tokens = _extend(tracker, request, tokens, step)
             if not tokens:
                 return False
+            step.release_blocks(request, request.num_computed_tokens)
             if request.draft_token_ids or features:
                 _schedule_inputs(tracker, request, tokens, features, step)
             step.assign(request, tokens)
@@ -151,6 +152,8 @@ def _limit_tokens(
     if tokens <= 0:
         step.waiting[request.request_id] = wait_reasons.results(placeholders)
         return 0, ()
+    if request.releases is not None:
+        tokens = min(tokens, request.releases.num_before_next(computed))
     if step.prompt_time is not None and not (
         tokens := step.prompt_time.num_tokens(request, computed, tokens)
     ):

@@ -45,7 +45,7 @@ class DefaultScheduler(Scheduler):
     """Schedules running requests first, then admits waiting ones in the policy's order."""
 
     contract = 2
-    limits_waiting_tokens = True
+    limits_waiting_tokens = releases_blocks = True
     context: SchedulerContext
 
     class Options(plugins.Options):

@@ -42,6 +42,7 @@ class StepState(msgspec.Struct):
         admitted: requests admitted in this step, by id.
         new_requests: the plan's entries of the admitted requests.
         new_blocks: new blocks of running requests, by id.
+        released_columns: columns that leave block tables before the step, by request id.
         drafts: draft tokens to verify, by request id.
         encoder_inputs: indices of the features to encode, by request id.
         encoding: ids of the requests that use a feature encoded in this step, by its identifier.
@@ -64,6 +65,7 @@ class StepState(msgspec.Struct):
     admitted: dict[str, SchedulerRequest] = {}
     new_requests: list[NewRequest] = []
     new_blocks: dict[str, BlockIds] = {}
+    released_columns: dict[str, Sequence[tuple[int, int]]] = {}
     drafts: dict[str, list[int]] = {}
     encoder_inputs: dict[str, Sequence[int]] = {}
     encoding: dict[str, set[str]] = {}
@@ -79,6 +81,11 @@ class StepState(msgspec.Struct):
         self.budget -= tokens
         if self.prompt_time is not None:
             self.prompt_time.spend(request.num_computed_tokens, tokens)
+
+    def release_blocks(self, request: SchedulerRequest, position: int) -> None:
+        """Let blocks leave the tables of a request that goes on with the token at a position."""
+        if request.releases is not None and (columns := request.releases.starting_at(position)):
+            self.released_columns[request.request_id] = columns
 
     def notify(self, policy: SchedulingPolicy, request: SchedulerRequest, tokens: int) -> None:
         """Notify the policy of the tokens of a request; it may end the request."""
@@ -97,6 +104,7 @@ class StepState(msgspec.Struct):
         del self.running[request_id]
         self.budget += self.tokens.pop(request_id)
         self.new_blocks.pop(request_id, None)
+        self.released_columns.pop(request_id, None)
         self.drafts.pop(request_id, None)
         unused = []
         for index in self.encoder_inputs.pop(request_id, ()):
@@ -112,7 +120,10 @@ class StepState(msgspec.Struct):
         """Return the plan's entry of the running requests."""
         running = self.running.values()
         return CachedRequests(
-            list(self.running), [r.num_computed_tokens for r in running], self.new_blocks
+            list(self.running),
+            [r.num_computed_tokens for r in running],
+            self.new_blocks,
+            self.released_columns,
         )
 
 

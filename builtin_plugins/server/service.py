@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -45,6 +46,24 @@ _log = logging.getLogger("hardpoint")
 T = TypeVar("T")
 _CHARACTERS_PER_TOKEN = 32
 _PAUSED, _DRAIN, _LEVEL = "paused", "drain", "level of "
+
+
+_LISTED_ADAPTERS, _COMPARED_ADAPTERS, _COMPARED_CHARACTERS = 8, 1000, 100
+
+
+def _nearest_first(name: str, known: Sequence[str]) -> str:
+    """Return the known names that are most similar to a name, for a message."""
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2(name[:_COMPARED_CHARACTERS])
+
+    def similarity(other: str) -> float:
+        matcher.set_seq1(other[:_COMPARED_CHARACTERS])
+        return matcher.ratio()
+
+    nearest = sorted(known[:_COMPARED_ADAPTERS], key=similarity, reverse=True)[:_LISTED_ADAPTERS]
+    more = len(known) - len(nearest)
+    listed = ", ".join(shown(other, 100) for other in nearest)
+    return f"{listed} and {more} more" if more else listed
 
 
 class ServerPhase(Enum):
@@ -184,7 +203,7 @@ class Service:
         self.check_admission()
         if (adapter := await self.adapters.find(name)) is not None:
             return name, adapter
-        raise self.no_model(name)
+        raise await self.no_model_or_adapter(name)
 
     def base_model(self, name: str | None) -> str:
         """Return the name of the model for an answer that no adapter takes part in.
@@ -196,11 +215,24 @@ class Service:
             return name or self.names[0]
         raise self.no_model(name)
 
-    def no_model(self, name: str) -> AnswerError:
+    async def no_model_or_adapter(self, name: str) -> AnswerError:
         """Return the answer to a name that is none of the model's, nor of an adapter."""
+        loaded = await self.adapters.listed()
+        return self.no_model(name, [adapter.request.name for adapter in loaded])
+
+    def no_model(self, name: str, adapters: Sequence[str] = ()) -> AnswerError:
+        """Return the answer to a name that is none of the model's.
+
+        Args:
+            name: the name.
+            adapters: names that are possible, too; the message has the nearest ones.
+        """
+        names = " or ".join(map(repr, self.names))
+        if adapters:
+            names += f" or an adapter ({_nearest_first(name, adapters)})"
         return AnswerError(
             404,
-            f"model: expected {' or '.join(map(repr, self.names))}, got {shown(name, 200)}",
+            f"model: expected {names}, got {shown(name, 200)}",
             param="model",
             code="model_not_found",
         )

@@ -147,8 +147,6 @@ def start_batch(
     """Start a step. Errors are raised by the batch's `result`, so that results stay in order.
 
     Args:
-        plan: the plan to execute.
-        execute: starts the forward pass.
         sample: starts sampling, if the plan has tokens; None defers it.
     """
     batch = Batch(plan, _call(execute, plan))

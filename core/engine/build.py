@@ -19,8 +19,8 @@ from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import close_all
-from hardpoint.host.boundary.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.host.boundary.kv_cache import KVEventFanout
+from hardpoint.host.boundary.faults import CALL_LOST, StepFaults
+from hardpoint.host.boundary.kv_cache import KVEventFanout, open_publishers
 from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.boundary.parts.opening import open_parts
@@ -35,7 +35,6 @@ from hardpoint.plugins import (
     EvictionPolicy,
     Executor,
     ExecutorContext,
-    PublisherContext,
     Scheduler,
     SchedulerContext,
     StepRecord,
@@ -47,6 +46,7 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kv_cache import BlockNeeds, KVEvent
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.toolkit.kv_blocks import releases
 from hardpoint.toolkit.step_cost import StepCostFit
 from hardpoint.typed import read_only
 
@@ -82,14 +82,9 @@ def build_core(
     """Load the model and build the engine core. If a part fails, the others are closed.
 
     Args:
-        spec: specification of its workers.
-        hooks: hooks that are called in the engine.
-        config_sources: for messages.
-        clock: seconds.
         activity: records the engine's activity; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         follow_cache: is called with the events of the KV cache, besides publishers.
-        open_inputs: opens the record/replay hook.
 
     Raises:
         ConfigError: the KV cache does not fit; the message names the size that would.
@@ -104,9 +99,7 @@ def build_core(
         policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
         close_if_failed(undo, policy.close)
         rank = spec.place.rank
-        publishers = create_all(
-            plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
-        )
+        publishers = open_publishers(plugins, faults, rank)
         kv_events = KVEventFanout(publishers, time.time, rank, follow_cache)
         close_if_failed(undo, kv_events.close)
         blocks = BlockMetadata(clock)
@@ -201,13 +194,6 @@ def _build_eviction(
 def _build_executor(
     spec: WorkerSpec, launcher: WorkerLauncher, parts: EngineHalves, undo: contextlib.ExitStack
 ) -> Executor:
-    """Build the executor.
-
-    Raises:
-        PluginError: it cannot be built, or its depth is out of range.
-        ConfigError: it takes one step at a time and two are asked for, or the parts draft tokens
-            and the scheduler cannot work with drafts.
-    """
     # Here, too, since it takes time to start workers.
     if spec.config.parallel.world_size > 1 or spec.place.engines is not None:
         check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
@@ -232,6 +218,7 @@ def _build_executor(
     if spec.num_draft_tokens and scheduler.update_drafts is Scheduler.update_drafts:
         drafting = f"it takes no drafts, which {parts.drafting} makes"
         raise ConfigError(f"{entry.source}: {drafting}: enable one of the two")
+    releases.check_scheduler(parts.halves, scheduler, entry.source, spec.config)
     return executor
 
 
@@ -242,9 +229,6 @@ def _start_workers(
 
     Returns:
         The info of the tightest worker, the cache's size, and the configuration to run with.
-
-    Raises:
-        PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
     info = _find_tightest(executor.start(), spec)
     if not info.has_cache and (moving := parts.moves_blocks) is not None:
@@ -319,11 +303,7 @@ def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
 
 
 def _config_without_cache(spec: WorkerSpec) -> EngineConfig:
-    """Return the configuration for a model without a KV cache.
-
-    Raises:
-        ConfigError: a prompt may not fit into one step.
-    """
+    """Return the configuration for a model without a KV cache."""
     config, max_tokens = spec.config, spec.config.scheduler.max_num_batched_tokens
     if max_tokens < spec.max_model_len:
         raise ConfigError(

@@ -10,7 +10,7 @@ from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.host.boundary.errors import RefusedInCallError, close_all
 from hardpoint.host.boundary.parts.gates import PartTransfers
 from hardpoint.host.boundary.step_check import live_request
-from hardpoint.host.live.engine import EngineChanges
+from hardpoint.host.live.engine import EngineChanges, LimitsSlot
 from hardpoint.host.registry.blame import describe, faults_as
 from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError, StepRecord
@@ -55,7 +55,15 @@ class EngineCore(EngineUtilities):
         self.step = self._settings.around(steps.step_fn)
         self._abort = self._settings.around(steps.abort_requests)
         self.activity = parts.activity
-        self._changes = EngineChanges(parts, steps.abort_later)
+        limits = LimitsSlot(parts.scheduler, parts.scheduler_label)
+        self._changes = EngineChanges(
+            parts.policy,
+            parts.scheduler,
+            limits,
+            parts.executor,
+            parts.step_parts,
+            steps.abort_later,
+        )
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
         self._pause = parts.pause
         self._pause.use(

@@ -51,7 +51,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def limits_of(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
-    """Return the scheduler's limits that the configuration sets; `max_model_len` is resolved.
+    """Return the scheduler's limits, of an engine without parts and with one batch at a time.
 
     Raises:
         ConfigError: limits that cannot work together.

@@ -15,7 +15,13 @@ _OUTPUTS = "resumed.output_token_ids"
 
 
 class RequestCheck:
-    """Rejects requests that the engine cannot run, or with fields that it would ignore."""
+    """Rejects requests that the engine cannot run, or with fields that it would ignore.
+
+    Args:
+        vocab_size: one more than the largest token id.
+        used: optional fields that step parts make use of, and check.
+        processors: classes of the enabled logits processors and of the sampler, by name.
+    """
 
     def __init__(
         self,
@@ -24,13 +30,6 @@ class RequestCheck:
         used: Collection[str] = (),
         processors: Mapping[str, type[RequestStates]] = MappingProxyType({}),
     ) -> None:
-        """Create the check of one engine.
-
-        Args:
-            vocab_size: one more than the largest token id.
-            used: optional fields that step parts make use of, and check.
-            processors: classes of the enabled logits processors and of the sampler, by name.
-        """
         self._vocab_size = vocab_size
         self._engine_index = engine_index
         self._used = used

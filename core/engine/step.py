@@ -323,7 +323,7 @@ class StepRunner:
             end_requests(result, outputs, self._scheduler)
             _add_observed_logprobs(outputs, result)
         self._step_parts.publish(plan, outputs)
-        self._step_parts.updated(plan)
+        self._step_parts.notify("updated", plan)
         return outputs
 
     def _record(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -362,11 +362,7 @@ class StepRunner:
         return self._with_stats(outputs), executed
 
     def _step_failed(self, plan: SchedulerOutput | None, error: BaseException) -> None:
-        """Log a failed step, and return its plan to the scheduler as lost.
-
-        Raises:
-            PluginFaultError: the plan is wrong, which is why the step failed.
-        """
+        """Log a failed step, and return its plan to the scheduler as lost."""
         if not is_fault(error):  # else the record of the step shows which requests may be the cause
             self._activity.end_step()
         if not isinstance(plan, SchedulerOutput):
@@ -386,7 +382,7 @@ class StepRunner:
             raise PluginFaultError(f"{label}: its plan of step {plan.step} {defect}") from error
 
     def _drop_plan(self, plan: SchedulerOutput) -> None:
-        self._step_parts.lost(plan)
+        self._step_parts.notify("lost", plan)
         self._scheduler.plan_lost(plan)
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:

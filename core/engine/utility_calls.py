@@ -340,12 +340,7 @@ def _slow_plugins(
 def _call_workers(
     executor: Executor, method: str, arguments: Sequence[Any], timeout: float | None
 ) -> list[Any]:
-    """Call a method of every worker by name; return the results in rank order.
-
-    Raises:
-        RequestError: the method may not be called, or its arguments are wrong.
-        TimeoutError: it took longer than `timeout` seconds.
-    """
+    """Call a method of every worker by name; return the results in rank order."""
     _check_name(method, WORKER_METHODS)
     arguments = convert_arguments(getattr(Worker, method), arguments, RequestError)
     if timeout is None:

@@ -174,12 +174,7 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
 
 
 def _checked_data(launch: WorkerLaunch) -> _Data:
-    """Return the data of a launch, if it can be used here.
-
-    Raises:
-        HardpointError: it was made by another version of Hardpoint or torch, or was damaged.
-        PluginLoadError: a plugin has another version here.
-    """
+    """Return the data of a launch, if it can be used here."""
     where = f"rank {launch.rank} on {socket.gethostname()}"
     try:
         made = msgspec.msgpack.decode(launch.data, type=_Versioned)
@@ -232,11 +227,7 @@ class _NamingWorker:
 def _device_of(
     rank: int, placement: Placement, device: torch.device, engine_rank: int
 ) -> torch.device:
-    """Return the device of a rank: each has one GPU of its host.
-
-    Raises:
-        ConfigError: there are fewer.
-    """
+    """Return the device of a rank: each has one GPU of its host."""
     if device.type != "cuda":
         return device
     local = placement.local(rank)
@@ -256,7 +247,6 @@ def check_versions(plugins: PluginSet, where: str) -> None:
     """Reject plugins with other versions in this process than where they were resolved.
 
     Args:
-        plugins: to check.
         where: names this process in messages.
 
     Raises:

@@ -38,7 +38,6 @@ from .requests.plugin_arguments import PluginArguments
 from .requests.submission import Submitter
 
 _MOST_NAMED = 8  # requests, in an error
-_ABORTED = str(FinishReason.ABORT)
 
 METRICS_TIMEOUT_S = 1.0
 """How long an export of metrics waits for the engine's answer."""
@@ -203,7 +202,7 @@ class Frontend:
             reason: for observers.
             in_step: internal ids of the requests of the step that ended the engine; None is all.
         """
-        parents, suspects = self.output.parents(), self.output.parents_of(in_step)
+        parents, suspects = self.output.parents_of(None), self.output.parents_of(in_step)
         self.drop_all(reason)
         for parent in parents:
             if parent.sink is not None:
@@ -213,7 +212,6 @@ class Frontend:
         """Return the error of a dead engine; it names the requests that may be responsible.
 
         Args:
-            error: error that ended the engine.
             in_step: internal ids of the requests of the step that ended it; None is all.
         """
         reported = engine_dead(error)
@@ -232,7 +230,7 @@ class Frontend:
 
     def quarantine(self, call: PluginCall, message: str) -> None:
         """Refuse requests that use a plugin."""
-        self._health.quarantine(call.name, message)
+        self._health.record(call.name, None, message)
 
     def drop_all(self, reason: FinishReason = FinishReason.ERROR) -> None:
         """Drop every request because the engine has ended; observers report `reason` at once."""
@@ -303,7 +301,7 @@ class Frontend:
         return ProcessedBatch(outputs, processed.aborts)
 
     def _call_finished_hook(self, output: RequestOutput) -> None:
-        aborted = any(completion.finish_reason == _ABORTED for completion in output.outputs)
+        aborted = any(completion.finish_reason == "abort" for completion in output.outputs)
         if aborted or not output.finished:
             return
         try:

@@ -369,6 +369,7 @@ class LLMEngine(EngineOwner):
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._frontend.output.drop(self._frontend.output.live_ids())
             self._release()
 
     def _call_observers(self, call: Callable[[], None]) -> None:

@@ -76,10 +76,6 @@ class BlockHashes:
         extras = self._extras(source, 0, num_blocks)
         return self._chain(NO_PARENT, source.prompt_token_ids, range(num_blocks), extras)
 
-    def store(self, request: Request, hashes: list[bytes]) -> None:
-        """Store the hashes of a request's prompt, unless the request has hashes already."""
-        self.by_request.setdefault(request, hashes)
-
     def __len__(self) -> int:
         return len(self.by_request)
 

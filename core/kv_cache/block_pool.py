@@ -229,6 +229,14 @@ class BlockPool:
     - *candidate*: no request holds it, but it is in the index. The eviction policy chooses which
       candidates are allocated when no empty block is left.
 
+    Args:
+        num_groups: each has an index of its own.
+        null_block: whether block 0 is the null block.
+        num_states: how many of the blocks are states.
+        eviction: chooses among the candidates; by default in the order of release.
+        metadata: in the context of the eviction policy; None where no policy reads it.
+        events: records the blocks removed from the index.
+
     Attributes:
         ref_count: by block id, the number of requests that hold it.
         index: per group, hash to block id. A second block with the same content is not in it, and
@@ -250,16 +258,6 @@ class BlockPool:
         metadata: BlockMetadata | None = None,
         events: EventLog | None = None,
     ) -> None:
-        """Start with every block empty.
-
-        Args:
-            num_groups: each has an index of its own.
-            null_block: whether block 0 is the null block.
-            num_states: how many of the blocks are states.
-            eviction: chooses among the candidates; by default in the order of release.
-            metadata: in the context of the eviction policy; None where no policy reads it.
-            events: records the blocks removed from the index.
-        """
         self.num_blocks = num_blocks
         self.ref_count = [0] * num_blocks
         self.index: list[dict[bytes, int]] = [{} for _ in range(num_groups)]

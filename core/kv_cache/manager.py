@@ -30,21 +30,21 @@ class _RequestBlocks:
         num_cached: number of leading blocks that were added to the index, or found in it.
         next_caching: number of tokens with which the next block is full and is added to the index.
         num_passed: per group, leading blocks that the window has passed: no later token sees them.
+        num_releases: how many of `Request.releases` have left the tables, which are shorter then.
     """
 
     # Invariant: `next_caching` is (num_cached + 1) * block_size while blocks are added to the index
     # as they fill, and _NEVER while they are not: without prefix caching, until `cache_arrived`
-    # where `admit` delayed it, and after `reset`. So `extend`, which runs for every request in
-    # every step, finds out by one comparison that no block is to be added.
+    # where `admit` delayed it, after `reset` and after a release. So `extend`, which runs for every
+    # request in every step, finds out by one comparison that no block is to be added.
 
-    __slots__ = ("capacity", "next_caching", "num_cached", "num_passed", "tables")
+    __slots__ = ("capacity", "next_caching", "num_cached", "num_passed", "num_releases", "tables")
 
-    def __init__(self, tables: list[list[int]]) -> None:
-        self.tables = tables
-        self.capacity = 0
+    def __init__(self, tables: list[list[int]], capacity: int) -> None:
+        self.tables, self.capacity = tables, capacity
         self.num_cached = 0
         self.next_caching = _NEVER
-        self.num_passed = [0] * len(tables)
+        self.num_passed, self.num_releases = [0] * len(tables), 0
 
 
 class BlockManager:
@@ -53,6 +53,17 @@ class BlockManager:
     Implements `hardpoint.plugins.kv_cache.KVCacheManager`. A block can be found as soon as the step
     that fills it is planned: a request that finds it in the same step reads it after it was
     written, because each layer writes keys and values of the whole batch before it attends.
+
+    Args:
+        num_blocks: size of the pool; with a windowed group, one of them is the null block.
+        groups: the layers' attention groups, each with its own table per request.
+        num_states: how many of the blocks are states, for the group that has such.
+        max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
+        hash_algorithm: "sha256" or "blake2b".
+        part_keys: keys of step parts, which the hashes include; None if no part has any.
+        eviction: chooses the cached blocks to reuse; by default the blocks released first.
+        metadata: in the context of the eviction policy; None where no policy reads it.
+        events: whether `take_events` returns anything.
 
     Attributes:
         pool: the block pool.
@@ -73,19 +84,6 @@ class BlockManager:
         metadata: BlockMetadata | None = None,
         events: bool = False,
     ) -> None:
-        """Start with every block empty.
-
-        Args:
-            num_blocks: size of the pool; with a windowed group, one of them is the null block.
-            groups: the layers' attention groups, each with its own table per request.
-            num_states: how many of the blocks are states, for the group that has such.
-            max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
-            hash_algorithm: "sha256" or "blake2b".
-            part_keys: keys of step parts, which the hashes include; None if no part has any.
-            eviction: chooses the cached blocks to reuse; by default the blocks released first.
-            metadata: in the context of the eviction policy; None where no policy reads it.
-            events: whether `take_events` returns anything.
-        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = tuple(groups)
@@ -148,14 +146,14 @@ class BlockManager:
 
     def take_hashes(self, request: Request, hashes: list[bytes]) -> None:
         """Store the result of `hash_prompt` for a live request that has no blocks yet."""
-        self._hashes.store(request, hashes)
+        self._hashes.by_request.setdefault(request, hashes)
 
     def lookup(self, request: Request) -> CachedPrefix:
         """Return a request's longest cached prefix that leaves at least one token to compute."""
         if not self._uses_cache(request):
             return _NO_PREFIX
         size = self.block_size
-        if not (limit := (request.num_tokens - 1) // size):
+        if not (limit := (request.num_plain_tokens - 1) // size):  # a step ends at each release
             return _NO_PREFIX
         hashes = self._hashes.of(request, limit)
         length, tables = _longest_prefix(self.groups, self.pool.index, hashes, limit, size)
@@ -201,7 +199,7 @@ class BlockManager:
             self._stats.queried_tokens += request.num_tokens
             self._stats.hit_tokens += prefix.num_tokens
         tables = [list(table) for table in prefix.block_ids] or [[] for _ in self.groups]
-        blocks = self._blocks[request] = _RequestBlocks(tables)
+        blocks = self._blocks[request] = _RequestBlocks(tables, num_cached * size)
         self._append(blocks, num_new)
         for group, window in self._windows:
             passed = _first_seen(prefix.num_tokens, window) // size
@@ -223,6 +221,13 @@ class BlockManager:
         """
         blocks = self._blocks[request]
         end = request.num_computed_tokens + num_new_tokens
+        if request.releases is not None:
+            position, done = request.num_computed_tokens, blocks.num_releases
+            for columns in request.releases.until(position, done):
+                blocks.num_releases, blocks.next_caching = blocks.num_releases + 1, _NEVER
+                for table in blocks.tables:
+                    self.pool.release(table[slice(*columns)])
+                    del table[slice(*columns)]
         if end < blocks.next_caching and end + num_lookahead_tokens <= blocks.capacity:
             return ()
         new = self._grow(request, blocks, end + num_lookahead_tokens)
@@ -343,7 +348,7 @@ class BlockManager:
             added = [NULL_BLOCK] * (count - real) + self.pool.allocate(real, states=states)
             table += added
             new.append(added)
-        blocks.capacity = len(blocks.tables[0]) * self.block_size
+        blocks.capacity += count * self.block_size
         return new
 
     def _passed(self, request: Request, blocks: _RequestBlocks) -> list[tuple[int, int]]:
@@ -375,7 +380,7 @@ class BlockManager:
     def _cache_full_blocks(self, request: Request, blocks: _RequestBlocks, end: int) -> None:
         """Add the blocks to the index that known tokens before position `end` fill."""
         size, start = self.block_size, blocks.num_cached
-        num_full = min(end, request.num_tokens) // size
+        num_full = min(end, request.num_plain_tokens) // size
         if num_full > start:
             hashes = self._hashes.of(request, num_full)
             for group, table in enumerate(blocks.tables):
@@ -415,9 +420,7 @@ def _longest_prefix(
 
     Args:
         indices: per group, hash to block id.
-        hashes: hashes of the request's blocks.
         limit: longest prefix to consider, in blocks.
-        block_size: tokens per block.
     """
     full: dict[int, list[int]] = {}
     for group, (spec, index) in enumerate(zip(groups, indices, strict=True)):

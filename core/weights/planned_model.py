@@ -120,13 +120,6 @@ def plan_model(
 ) -> PlannedModel:
     """Build a rank's share of the model, and estimate its memory; no weight is read.
 
-    Args:
-        spec: spec of the worker.
-        ops: operations of the model's layers.
-        backend: backend of attention.
-        parallel: the share.
-        limit: returns the memory limit.
-
     Raises:
         ModelError: the model cannot be divided in this way, or its files store a weight in a way
             that cannot be read.
@@ -176,11 +169,7 @@ def plan_model(
 def _layer_groups(
     spec: WorkerSpec, mine: CheckedModel, whole: CheckedModel
 ) -> tuple[LayerGroups, LayerStates | None]:
-    """Return the KV cache groups of this rank's layers, and the states if any stage has some.
-
-    Raises:
-        ConfigError: something that is configured does not fit layers with states.
-    """
+    """Return the KV cache groups of this rank's layers, and the states if any stage has some."""
     groups = LayerGroups.single(len(mine.specs))
     if spec.config.kv_cache.window_groups:
         size = spec.config.kv_cache.block_size
@@ -224,9 +213,6 @@ def load_weights(
     """Load the weights that an earlier process has packed, else the model's files.
 
     Args:
-        spec: spec of the worker.
-        planned: the model.
-        cache: cache of packed weights.
         any_rank: returns whether a flag is set in any of the ranks.
 
     Raises:
@@ -305,13 +291,6 @@ def hold_weights(
 ) -> dict[str, HeldWeight]:
     """Return how each weight that a rank needs will be held, by Hugging Face name.
 
-    Args:
-        model: the rank's share.
-        checked: the same, checked.
-        loader: loader of the weights.
-        source: source of the loader.
-        quantized: gives the model its quantized matrices.
-
     Raises:
         ModelError: the files store a weight in a way that cannot be read.
         ConfigError: they lack the scheme that the configuration requires.
@@ -347,7 +326,7 @@ def hold_weights(
 def _is_multiplied(
     model: Model, quantized: QuantizedWeights, scheme: str, name: str, is_vocabulary: bool
 ) -> bool:
-    if not quantized.has_own_linear(scheme):
+    if not quantized.scheme(scheme)[0].own_linear:
         return bool(model.context.ops.code_bits)
     return _EXPERTS not in name and (not is_vocabulary or name.startswith(_HEAD))
 
@@ -367,12 +346,7 @@ def _copy_of_table(model: Model, held: Mapping[str, HeldWeight]) -> dict[str, He
 def _formats(
     loader: WeightLoader, source: Source, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, WeightFormat]:
-    """Return how the files store weights, as the loader reports it.
-
-    Raises:
-        ModelError: a weight is stored in a way that cannot be read.
-        PluginFaultError: the loader raised something else, or gave something else.
-    """
+    """Return how the files store weights, as the loader reports it."""
     with faults_as(PluginFaultError, f"{source}: its formats()", passing=(HardpointError,)):
         formats = loader.formats(dict(shapes))
     checked(formats, WeightLoader, "formats()", source)

@@ -146,10 +146,6 @@ class QuantizedWeights:
             return stored
         return use if self._quantizes else None
 
-    def has_own_linear(self, scheme: str) -> bool:
-        """Return whether the matrices of a scheme multiply themselves."""
-        return self.scheme(scheme)[0].own_linear
-
     def stored_bytes(self, scheme: str, shape: tuple[int, ...]) -> int | None:
         """Return the bytes of a matrix in a scheme; None if it takes as many as numbers do.
 
@@ -206,12 +202,7 @@ class QuantizedWeights:
             self.check_used(any(self._scheme_of(name, self._config.use) for name in named))
 
     def _check_cuts(self, formats: Mapping[str, WeightFormat]) -> None:
-        """Check that each cut of this rank is at a group of columns, where schemes declare groups.
-
-        Raises:
-            ModelError: a stored matrix cannot be cut.
-            ConfigError: a matrix that is to be quantized cannot.
-        """
+        """Check that each cut of this rank is at a group of columns, if schemes declare groups."""
         for name, cut in self._cuts.items():
             file_format = formats.get(name)
             of = file_format.name if file_format is not None and file_format.is_quantized else None
@@ -332,11 +323,7 @@ class QuantizedWeights:
             )
 
     def _read(self, calls: SchemeCalls, weight: QuantizedWeight, stays: bool) -> QuantizedMatrix:
-        """Return the stored matrix, or the part of it that is needed.
-
-        Raises:
-            ModelError: it cannot be read, has another shape, or stays as it is and cannot be cut.
-        """
+        """Return the stored matrix, or the part of it that is needed."""
         whole = tuple(self._shapes[calls.name])
         cut = self._cuts.get(calls.name)
         needed = whole if cut is None else cut.shape(whole)
@@ -369,11 +356,7 @@ class QuantizedWeights:
         return matrix
 
     def _check_groups(self, name: str, unit: int) -> None:
-        """Check that a part that was quantized is a part of the quantized whole.
-
-        Raises:
-            ConfigError: it was cut within a group of columns.
-        """
+        """Check that a part that was quantized is a part of the quantized whole."""
         cut, count = self._cuts[name], self._shapes[name][-1]
         if not _divides(unit, cut, self._shapes[name]):
             raise ConfigError(
@@ -395,11 +378,6 @@ def _divides(unit: int, cut: Cut, shape: Sequence[int]) -> bool:
 
 
 def _part(matrix: QuantizedMatrix, cut: Cut) -> QuantizedMatrix:
-    """Return a part of a matrix.
-
-    Raises:
-        ValueError: it cannot be cut there.
-    """
     part_of = matrix.rows if cut.dim == 0 else matrix.columns
     try:
         parts = [part_of(part.start, part.stop) for part in cut.parts]

@@ -98,7 +98,6 @@ def build_share(create: Callable[[Parallel], Model], parallel: Parallel) -> Mode
 
     Args:
         create: builds the model without weights.
-        parallel: this rank's share.
 
     Raises:
         ModelError: the model cannot be divided in this way; names the sizes that all of it can be

@@ -1,9 +1,11 @@
-"""The persistent batch: the worker's state of its requests, as arrays by row."""
+"""The persistent batch: the worker's state of its requests, as arrays by row; inputs of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,16 +19,52 @@ from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
 from hardpoint.plugins.sampling.rows import Added
 from hardpoint.toolkit.batches.packed_step import IntArray, PackedStep
 from hardpoint.toolkit.batches.spans import Spans
+from hardpoint.toolkit.batches.table_columns import remove_columns
 from hardpoint.toolkit.batches.update_builder import BatchUpdateBuilder
 from hardpoint.typed import ReadOnlyDict
-
-from .step_input import StepInput
 
 Drafts = Mapping[str, Sequence[int]]
 """Draft tokens by request id, as in a plan."""
 
 _FREE_ROW = LogitsRequest("", (), [], SamplingParams(), ())
 """The request of a row that has none."""
+
+
+@dataclass(eq=False)
+class StepInput:
+    """The tokens of one step, flattened; sequences with a single token come first.
+
+    Attributes:
+        requests: in the order of the step's sequences.
+        token_ids: int64 [tokens].
+        positions: int64 [tokens].
+        attention: the layout of the sequences for the attention backend, one per KV cache group.
+        query_starts: as in each of `attention`.
+        starts: int [seqs]; tokens of each sequence that were computed before.
+        samples: bool [seqs]; whether the step reaches the sequence's last known token or draft.
+        packed: the tensors in one; None if the batch does not pack them.
+        token_types, needed: as in ForwardBatch.
+    """
+
+    requests: Sequence[LogitsRequest]
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: Sequence[AttentionStep]
+    query_starts: IntArray
+    starts: IntArray
+    samples: np.ndarray[Any, np.dtype[np.bool_]]
+    packed: PackedStep | None = None
+    token_types: torch.Tensor | None = None
+    needed: torch.Tensor | None = None
+
+    def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
+        """Return the experts of the tokens of each request that asks for them."""
+        rows, starts = routed.cpu().numpy(), self.query_starts
+        return {
+            request.request_id: rows[starts[index] : starts[index + 1]].copy()
+            for index, request in enumerate(self.requests)
+            if request.params.routed_experts
+        }
 
 
 class InputBatch:
@@ -51,8 +89,6 @@ class InputBatch:
 
         Args:
             max_num_seqs: rows.
-            max_model_len: tokens of a row.
-            block_size: tokens per block.
             num_groups: KV cache groups; each has a block table for each row.
             packs: whether a step's tensors are parts of one, which one copy takes to a device.
         """
@@ -67,6 +103,7 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_released = np.zeros(max_num_seqs, dtype=np.int64)  # tokens without blocks
         self._second_types = np.full(max_num_seqs, max_model_len)  # where token types are 1
         self._has_types = False  # whether a request has had some
         self._added_in: dict[str, int] = {}
@@ -95,7 +132,6 @@ class InputBatch:
         """Add a request in the lowest free row.
 
         Args:
-            request: to add.
             output_token_ids: the request's live list.
             block_ids: its block table, one per group.
             num_computed_tokens: number of tokens with keys and values in these blocks.
@@ -120,7 +156,8 @@ class InputBatch:
         has_types = types < len(request.prompt_token_ids)
         self._second_types[row] = types if has_types else self.max_model_len
         self._has_types |= has_types
-        self._num_blocks[row], self._late_at[row] = 0, -1
+        self._num_blocks[row] = self._num_released[row] = 0
+        self._late_at[row] = -1
         self._blocks[:, row] = 0
         self.extend_blocks(request.request_id, block_ids)
         self._updates.add(self._added(row))
@@ -137,6 +174,13 @@ class InputBatch:
             held = self._num_blocks[row]
             self._blocks[:, row, held : held + count] = block_ids
             self._num_blocks[row] += count
+
+    def release_columns(self, request_id: str, columns: Iterable[tuple[int, int]]) -> None:
+        """Remove columns of a request's tables, one range after the other."""
+        row = self._row_of[request_id]
+        count = remove_columns(self._blocks[:, row], int(self._num_blocks[row]), columns)
+        self._num_blocks[row] -= count
+        self._num_released[row] += count * self.block_size
 
     def remove(self, request_ids: frozenset[str]) -> None:
         """Remove the requests that are in the batch; skip others."""
@@ -279,12 +323,12 @@ class InputBatch:
             positions = np.arange(query_starts[-1]) - (query_starts[:-1] - starts)[seq_of]
             row_of = rows[seq_of]
         token_ids = self._token_ids[row_of, positions].astype(np.int64)
-        seq_lens = starts + counts
+        computed = starts + counts
+        seq_lens = computed - self._num_released[rows]
         width = -(-int(seq_lens.max()) // self.block_size)
-        slots = self._slots_of(row_of, positions)
+        slots = self._slots_of(row_of, positions - self._num_released[row_of])
         tables = self._tables[..., rows, :width].astype(np.int64, order="C")
-        self._num_computed[rows] = seq_lens
-        requests = [self._requests[row] for row in rows]
+        self._num_computed[rows], requests = computed, [self._requests[row] for row in rows]
         step = (requests, starts, query_starts, positions)
         sees = None if self._spans is None else self._spans.last_seen(*step)
         packed: PackedStep | None = None
@@ -316,13 +360,13 @@ class InputBatch:
             attention=attention,
             query_starts=query_starts,
             starts=starts,
-            samples=seq_lens == ends,
+            samples=computed == ends,
             packed=packed,
             token_types=self._token_types(row_of, positions, device) if self._has_types else None,
         )
 
-    def _slots_of(self, row_of: IntArray, positions: IntArray) -> IntArray:
-        columns, offsets = positions // self.block_size, positions % self.block_size
+    def _slots_of(self, row_of: IntArray, places: IntArray) -> IntArray:
+        columns, offsets = places // self.block_size, places % self.block_size
         # Backends read rows of elements side by side; numpy may give the groups side by side.
         blocks: IntArray = self._tables[..., row_of, columns].astype(np.int64, order="C")
         return blocks * self.block_size + offsets
@@ -356,6 +400,7 @@ class InputBatch:
         self._num_tokens[target] = tokens
         self._num_computed[target] = self._num_computed[source]
         self._num_blocks[target] = self._num_blocks[source]
+        self._num_released[target] = self._num_released[source]
         self._late_at[target], self._late_at[source] = self._late_at[source], -1
         self._second_types[target] = self._second_types[source]
         request = self._requests[source]

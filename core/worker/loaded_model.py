@@ -26,11 +26,12 @@ from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.host.boundary.checked_model import CheckedModel, is_replayable
 from hardpoint.host.boundary.errors import attribute_error, close_all, error_of, kind_of
+from hardpoint.host.boundary.layers.groups import LayerGroups
 from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.opening import open_worker_parts
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
 from hardpoint.host.boundary.text_guards import open_tokenizer
-from hardpoint.host.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
+from hardpoint.host.boundary.trial_steps import decode_bytes, padded_step, trial_bytes
 from hardpoint.host.registry.blame import close_if_failed, raise_unless_fault
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.host.system.memory import (
@@ -55,6 +56,7 @@ from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.step_part.worker import MainModel, PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
+from hardpoint.toolkit.kv_blocks.releases import check_attention
 from hardpoint.toolkit.workers.sequences import LoadedSequences, main_sequences
 
 from .ranks import Ranks
@@ -118,14 +120,8 @@ def measure(
     max_num_seqs, padded = spec.config.scheduler.max_num_seqs, None
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
     if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
-        padded = PaddedTrial(
-            model,
-            attention,
-            spec.device,
-            num_seqs=max_num_seqs,
-            max_model_len=spec.max_model_len,
-            block_size=spec.config.kv_cache.block_size,
-        )
+        block_size = spec.config.kv_cache.block_size
+        padded = padded_step(attention, spec.device, spec.max_model_len, block_size, max_num_seqs)
     num_rows = max_num_seqs * (1 + spec.num_draft_tokens)
     peak = trial_bytes(model, spec.device, tokens, num_rows, padded)
     del padded
@@ -147,16 +143,12 @@ def open_parts(
     """Build the worker halves of the step parts.
 
     Args:
-        spec: spec of the worker.
-        planned: the loaded model.
-        ops: operations of its layers.
-        ranks: the ranks of the model.
-        activity: records the methods that run.
         prepare_again: see `LoadedModel`.
 
     Raises:
         PluginError: one cannot be built, or changes layers that the model does not let it
             change; all are closed.
+        ModelError: the attention backend has no weights for a half that reads them.
     """
     context = WorkerHalfContext(
         device=spec.device,
@@ -176,6 +168,10 @@ def open_parts(
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
+        entries, target = spec.plugins.entries("step_parts"), spec.plugins.target
+        releasing = [entry.source for entry in entries if target(entry).releases_blocks]
+        reading = [h.source for h in parts.halves if h.overrides("take_attention_weights")]
+        check_attention(releasing, reading, planned.attention, spec.max_model_len)
         if spec.num_draft_tokens and samples and parts.verifier is None:
             raise ConfigError(
                 "plugins: a step part drafts tokens, and none verifies drafts; enable a part with "
@@ -217,11 +213,7 @@ def _loaded_model(
 
 
 def _open_sequences(spec: WorkerSpec, num_tokens: int) -> LoadedSequences:
-    """Load a further model, with a KV cache for so many tokens of all sequences together.
-
-    Raises:
-        ModelError: the model or its cache does not fit, or weights are missing.
-    """
+    """Load a further model, with a KV cache for so many tokens of all sequences together."""
     backend, ops = open_attention(spec), open_ops(spec)
     planned = plan_model(spec, ops, backend, Parallel(), lambda: memory_limit(spec.device))
     attention, size = planned.attention, spec.config.kv_cache.block_size
@@ -266,6 +258,7 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
     """
 
     checked, attention = planned.checked, planned.attention  # not the model: it is replaced
+    rotate = planned.model.context.ops.rotate
 
     def open_model(
         model: str | MainModel,
@@ -273,16 +266,24 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
         *,
         vocab_size: int | None = None,
         same_tokens: bool = False,
+        num_layers: int | None = None,
     ) -> LoadedSequences:
         if not isinstance(model, str):
+            specs, states = checked.specs[:num_layers], attention.states
+            groups = LayerGroups.single(len(specs))  # the groups of the engine share caches
+            backend = attention.backend, attention.source
             return main_sequences(
                 checked,
-                attention,
+                CheckedAttention(*backend, specs, groups, rotate, states),
                 num_tokens,
                 num_ranks=spec.config.parallel.world_size,
                 available=memory_limit(spec.device).available,
+                num_layers=num_layers,
+                max_layers=len(checked.specs),
                 **_sizes(spec),
             )
+        if num_layers is not None:
+            raise ModelError(f"num_layers: expected None for {model!r}, got {num_layers}")
         assert spec.prepare is not None, "the worker's spec was made by hand"
         further = spec.prepare(_config_of(spec.config, model))
         further_size = further.model_config.vocab_size
@@ -320,12 +321,7 @@ def _check_tokens(spec: WorkerSpec, further: WorkerSpec) -> None:
 
 
 def _tokens_of(spec: WorkerSpec, files: ModelFiles) -> Sequence[bytes]:
-    """Return the bytes of each token of a tokenizer.
-
-    Raises:
-        ModelError: there is no tokenizer.
-        NotImplementedError: it has no vocabulary.
-    """
+    """Return the bytes of each token of a tokenizer."""
     entry, size = spec.plugins.one("tokenizers"), spec.model_config.vocab_size
     with contextlib.closing(open_tokenizer(spec.plugins, entry, files, size)) as tokenizer:
         return tokenizer.vocabulary().tokens
@@ -342,7 +338,12 @@ def _config_of(config: EngineConfig, model: str) -> EngineConfig:
 
 
 class ReloadedModel:
-    """The share of a rank of the model with other weights; see the contract's `PreparedModel`."""
+    """The share of a rank of the model with other weights; see the contract's `PreparedModel`.
+
+    Args:
+        plan: builds the model without weights.
+        use: lets the worker run with the model; the spec describes it then.
+    """
 
     def __init__(
         self,
@@ -351,12 +352,6 @@ class ReloadedModel:
         plan: Callable[[WorkerSpec], PlannedModel],
         use: Callable[[PlannedModel, WorkerSpec], None],
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            plan: builds the model without weights.
-            use: lets the worker run with the model; the spec describes it then.
-        """
         self._spec = dataclasses.replace(spec, progress=no_progress)
         self._loader, self._plan, self._use = loader, plan, use
         self._planned: PlannedModel | None = None

@@ -33,12 +33,12 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.process.executor import LateOutput
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
+from hardpoint.toolkit.kv_blocks.releases import StepWeights
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
-from .input_batch import InputBatch
+from .input_batch import InputBatch, StepInput
 from .late_tokens import LateTokens
 from .ranks import Ranks
-from .step_input import StepInput
 
 _Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
 """Plan, tokens, hidden states and experts of a step whose tokens are not sampled yet."""
@@ -214,12 +214,13 @@ class ModelRunner:
     ) -> ForwardBatch:
         attend = self.attention.of_step(self._caches, step.attention)
         if self.parts.wants_layers:
-            attend = self.parts.around_layers(attend)
+            inputs = self.attention, self._caches, step.attention, step.requests
+            attend = self.parts.around_layers(attend, StepWeights(*inputs))
         if self.on_forward is not None:
             self.on_forward()
         types, recur = step.token_types, self.attention.recurrence(self._caches, step.attention)
-        tensors = step.token_ids, step.positions, attend, before, routed, types, recur, step.needed
-        return ForwardBatch(*tensors)
+        tensors = step.token_ids, step.positions, attend, before, routed, types, recur
+        return ForwardBatch(*tensors, needed=step.needed)
 
     def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if self.parts:
@@ -242,7 +243,6 @@ class ModelRunner:
         """Sample from the hidden states that `execute` computed.
 
         Args:
-            bitmask: tokens that grammars allow.
             overlaps: whether the next step may be launched before the tokens are on the host.
 
         Returns:
@@ -307,11 +307,6 @@ class ModelRunner:
                 for token in tokens:
                     self._batch.append(request.request_id, token)
 
-    @torch.inference_mode()
-    def run_dummy(self) -> None:
-        """Run a step of one token without a cache."""
-        self.model.run_trial(1, 1)
-
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""
         return {} if self._sampling is None else self._sampling.pipeline.meters()
@@ -331,7 +326,6 @@ class ModelRunner:
         A processor that follows the batch gets the update of the next step after these tokens.
 
         Args:
-            hidden: hidden states of all tokens of the step.
             last: int64 [requests]; the row of each request's last token.
         """
         assert self._sampling is not None
@@ -427,6 +421,8 @@ class ModelRunner:
             batch.append_sampled(sampled)
         for request_id, block_ids in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
+        for request_id, columns in plan.cached_requests.released_columns.items():
+            batch.release_columns(request_id, columns)
         if self._sampling is not None:  # before another request may have one of their ids
             states = self._sampling.pipeline.observed_states
             if states.versions:
@@ -459,6 +455,7 @@ class ModelRunner:
         )
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
+        batch.release_columns(request.request_id, new.released_columns)
         if source.features:
             batch.add_spans(source)
         if source.pooling_params is not None:

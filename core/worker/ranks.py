@@ -24,6 +24,10 @@ the placement that follows them.
 class Ranks:
     """This rank's place among the ranks that share the model.
 
+    Args:
+        placement: placement of all ranks; None if there is one.
+        asynchronous: whether steps are planned ahead.
+
     Attributes:
         rank: in the engine.
         parallel: the share of the model that this rank computes, once the ranks have met.
@@ -42,12 +46,6 @@ class Ranks:
         *,
         asynchronous: bool = False,
     ) -> None:
-        """Meet no rank yet.
-
-        Args:
-            placement: placement of all ranks; None if there is one.
-            asynchronous: whether steps are planned ahead.
-        """
         self.rank = rank
         self.are_many = config.world_size > 1
         self.is_output = rank == config.output_rank
@@ -60,12 +58,7 @@ class Ranks:
         self.have_met = False
 
     def meet(self, connect: Connect, place: EnginePlace = ONLY_ENGINE) -> None:
-        """Meet the other ranks; `abort` ends this, too.
-
-        Args:
-            connect: makes communicators.
-            place: place of its engine.
-        """
+        """Meet the other ranks; `abort` ends this, too."""
         config = self._config
         stage, tensor_rank = divmod(self.rank, config.tensor)
         tensor: Communicator = SingleRank()

@@ -106,6 +106,8 @@ class LocalWorker:
         self.observed_states = ObservedStates()
         self._live = WorkerChanges()
         self.live_change, self.plugin_states = self._live.run, self._live.states
+        self.start_profile, self.stop_profile = self._profiling.start, self._profiling.stop
+        self.abort = self._ranks.abort
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.
@@ -250,11 +252,7 @@ class LocalWorker:
         return self.runner.parts.start(None if weights is None else self._blocks())
 
     def _blocks(self) -> KVBlocks:
-        """Return the KV cache for the worker halves that move blocks.
-
-        Raises:
-            ConfigError: its blocks cannot be identified, or the backend has no views of them.
-        """
+        """Return the KV cache for the worker halves that move blocks."""
         runner, user, spec = self.runner, self.runner.parts.moves_blocks, self._spec
         assert spec is not None
         assert user is not None, "no part moves blocks"
@@ -327,10 +325,11 @@ class LocalWorker:
         finally:
             self._settings.end()
 
+    @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
         """Run the model on one token, without a cache."""
         self._use_device()
-        self.runner.run_dummy()
+        self.runner.model.run_trial(1, 1)
 
     @torch.inference_mode()
     def idle(self) -> bool | None:
@@ -417,18 +416,6 @@ class LocalWorker:
         except BaseException as error:  # other ranks have the new weights
             self._step_failed(error)
             raise
-
-    def start_profile(self) -> None:
-        """Start a profile."""
-        self._profiling.start()
-
-    def stop_profile(self) -> str:
-        """Stop the profile; return the file that it was written to."""
-        return self._profiling.stop()
-
-    def abort(self, reason: str) -> None:
-        """Let calls that wait for other ranks fail."""
-        self._ranks.abort(reason)
 
     def close(self) -> None:
         """Release the model and the KV cache, and leave the other ranks."""

@@ -79,6 +79,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     num_computed: int
     resumed: bool
     block_ids: BlockIds
+    released_columns: Sequence[tuple[int, int]] = ()
 
 
 class PlanRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +100,7 @@ class PlanRecord(msgspec.Struct, frozen=True, array_like=True):
     encoder_inputs: dict[str, list[int]] = {}
     preempted: list[str] = []
     finished: list[str] = []
+    released_columns: dict[str, Sequence[tuple[int, int]]] = {}
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
@@ -340,6 +342,7 @@ def plan_record(plan: SchedulerOutput) -> PlanRecord:
             row.num_computed_tokens,
             row.resumed,
             row.block_ids,
+            list(row.released_columns),
         )
         for row in plan.new_requests
     ]
@@ -357,6 +360,7 @@ def plan_record(plan: SchedulerOutput) -> PlanRecord:
         {name: list(inputs) for name, inputs in plan.encoder_inputs.items()},
         sorted(plan.preempted_request_ids),
         sorted(plan.finished_request_ids),
+        {name: list(columns) for name, columns in cached.released_columns.items()},
     )
 
 

@@ -173,6 +173,19 @@ class AsyncEngine(WatchedEngine):
         given_prompt = await self._tokenizer.read(prompt)
         return [] if given_prompt is None else list(given_prompt.token_ids)
 
+    def constrained_params(
+        self, prompt: Prompt, params: SamplingParams, extras: RequestExtras
+    ) -> SamplingParams:
+        """Return the parameters of a request, with the grammar of its tool calls; it does not run.
+
+        Raises:
+            RequestError: the request would be rejected.
+        """
+        request, _, formats = self._frontend.input.process("", prompt, params, extras)
+        if formats is not None:
+            formats.close()
+        return request.params
+
     def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
         """Call the hook; return the server extensions of plugins, in order of enabling.
 

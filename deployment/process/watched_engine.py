@@ -155,6 +155,11 @@ class WatchedEngine(EngineOwner):
         assert not self.parts.client.in_process
         return cast(RemoteClient, self.parts.client)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that it belongs to; None before the first use."""
+        return self._loop
+
     async def _ready(self, *, serving: bool = False) -> None:
         """Check that the engine runs.
 

@@ -55,9 +55,7 @@ class CheckedAttention:
         """Ask the backend for the sizes of blocks.
 
         Args:
-            specs: one per attention layer.
             rotate: rotates heads for a backend that does not, as `Ops.rotate`.
-            states: states of other layers, in the last group; None if the model has none.
             sees_ahead: whether tokens of the model see later ones of a step.
 
         Raises:
@@ -156,7 +154,6 @@ class CheckedAttention:
         """Return the views of each layer's cache, as bytes by block.
 
         Args:
-            caches: caches of all layers.
             user: the setting that needs them, for messages.
 
         Raises:
@@ -181,7 +178,6 @@ class CheckedAttention:
         """Return the attention of a step, which is planned.
 
         Args:
-            caches: caches of the layers.
             steps: one per group.
         """
         plans = self.plans(steps)
@@ -208,9 +204,6 @@ class CheckedAttention:
         """Return the attention of a layer, [tokens, num_heads, head_size] or [..., value_size].
 
         Args:
-            layer: index.
-            cache: cache of the layer.
-            plan: plan of the step.
             qkv: as in `AttentionBackend.attend`.
             angles: by which q and k are rotated first; None leaves them as they are.
 

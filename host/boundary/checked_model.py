@@ -28,7 +28,7 @@ from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.toolkit.cut_weights import cut_weights
 
 from .guard import PASSING, Boundary, checked
-from .layers.states import TrialStates
+from .layers.states import TrialCalls, TrialStates
 
 
 def is_replayable(component: Component) -> bool:
@@ -244,11 +244,9 @@ class _TrialAttention:
     def __init__(
         self, source: Source, specs: Sequence[KVSpec], dtype: torch.dtype, positions: torch.Tensor
     ) -> None:
-        self._source = source
-        self._specs = specs
-        self._dtype = dtype
-        self._positions = positions
-        self._called: set[int] = set()
+        self._specs, self._dtype, self._positions = specs, dtype, positions
+        self._calls = TrialCalls(source, "attend", "kv_specs()", len(specs))
+        self.check_complete = self._calls.check_complete
 
     def attend(
         self,
@@ -263,12 +261,7 @@ class _TrialAttention:
         Raises:
             PluginFaultError: it is no call for a layer of the specs, or the second one.
         """
-        if not isinstance(layer, int) or not 0 <= layer < len(self._specs):
-            layers = f"0..{len(self._specs) - 1}" if self._specs else "none, as kv_specs() is empty"
-            raise self._wrong(f"called attend for layer {shown(layer)}, expected {layers}")
-        if layer in self._called:
-            raise self._wrong(f"called attend for layer {layer} twice")
-        self._called.add(layer)
+        self._calls.add(layer)
         spec, device = self._specs[layer], self._positions.device
         for name, tensor, heads in (
             ("q", q, spec.num_heads),
@@ -282,17 +275,17 @@ class _TrialAttention:
                 and tensor.dtype == self._dtype
                 and tensor.device == device
             ):
-                raise self._wrong(
+                raise self._calls.wrong(
                     f"called attend for layer {layer} with {name} = {shown(tensor)}, expected a "
                     f"{self._dtype} tensor {list(shape)} on {device}, by kv_specs()"
                 )
         if spec.value_size is not None and v is not k:
-            raise self._wrong(
+            raise self._calls.wrong(
                 f"called attend for layer {layer} with v that is not k, expected one tensor, as "
                 f"kv_specs() has value_size {spec.value_size}"
             )
         if angles is not None and not self._are_angles(angles, spec):
-            raise self._wrong(
+            raise self._calls.wrong(
                 f"called attend for layer {layer} with angles = {shown(angles)}, expected a "
                 f"torch.float32 tensor [{len(self._positions)}, an even size of at most "
                 f"{spec.head_size}] on {device}"
@@ -309,21 +302,6 @@ class _TrialAttention:
             and angles.dtype == torch.float32
             and angles.device == self._positions.device
         )
-
-    def check_complete(self) -> None:
-        """Check that every layer was called.
-
-        Raises:
-            PluginFaultError: one was not.
-        """
-        if missing := [layer for layer in range(len(self._specs)) if layer not in self._called]:
-            raise self._wrong(
-                f"called attend for no layer {', '.join(map(str, missing[:8]))}, though kv_specs() "
-                f"has {len(self._specs)} layers"
-            )
-
-    def _wrong(self, problem: str) -> PluginFaultError:
-        return PluginFaultError(f"{self._source}: its forward() {problem}")
 
 
 def checked_weights(

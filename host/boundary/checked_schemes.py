@@ -55,9 +55,6 @@ class SchemeCalls:
         """Return the checked result of a method of the scheme or of its matrices.
 
         Args:
-            method: its name.
-            function: calls it.
-            returned: the check of its result.
             refuses: whether a ValueError means that the weight is wrong.
 
         Raises:

@@ -72,7 +72,6 @@ def death_of(error: BaseException, *, in_step: bool) -> EngineDeadError:
     """Return the error for a request in flight when the engine died.
 
     Args:
-        error: error that ended the engine.
         in_step: whether the request was in the step in which it died, and so may be responsible.
     """
     return ended_by(error, "was in the step in which it died" if in_step else "may be sent again")

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-from collections.abc import Collection, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Collection
 
 from hardpoint.errors import PluginFaultError
-from hardpoint.host.registry.blame import close_if_failed, describe, responsible
-from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.plugins.component import Component, Context, Source
+from hardpoint.host.registry.blame import describe, responsible
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.plugins.requests.stats import StepFault
 
 from .activity import Activity, PluginCalls
-from .errors import close_all
 from .guard import FaultReporter as FaultReporter
-from .guard import guard
 
 _log = logging.getLogger("hardpoint")
 
@@ -29,7 +23,12 @@ _WITHOUT = "the engine goes on without it"
 
 
 class StepFaults:
-    """Counts the faults of plugins of scope *step*."""
+    """Counts the faults of plugins of scope *step*.
+
+    Args:
+        ends_engine: names of the plugins with faults of scope engine (`plugins.on_error`).
+        slow_seconds: above which a plugin's time in a step is counted; 0 is never.
+    """
 
     def __init__(
         self,
@@ -37,12 +36,6 @@ class StepFaults:
         slow_seconds: float = 0.0,
         activity: Activity | None = None,
     ) -> None:
-        """Start without faults.
-
-        Args:
-            ends_engine: names of the plugins with faults of scope engine (`plugins.on_error`).
-            slow_seconds: above which a plugin's time in a step is counted; 0 is never.
-        """
         self._ends_engine = frozenset(ends_engine)
         self._slow_seconds = slow_seconds
         self._activity = activity or Activity()
@@ -142,67 +135,3 @@ def slow_message(source: Source, seconds: float, limit: float) -> str:
     )
     _log.warning("%s; all requests waited for it", message)
     return message
-
-
-C = TypeVar("C", bound=Component)
-
-
-class Fanout(Generic[C]):
-    """Calls all `components` of a kind, guarded, and reports exceptions to their reporters."""
-
-    def __init__(self, components: Sequence[tuple[C, FaultReporter, PluginCalls]]) -> None:
-        """`components` come with the reporters of their faults, in the order of calls."""
-        self.components = [
-            guard(component, calls.kind, report, calls) for component, report, calls in components
-        ]
-
-    def __bool__(self) -> bool:
-        return bool(self.components)
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every component; return the results.
-
-        Raises:
-            PluginFaultError: a component with faults of scope engine failed; all were called.
-        """
-        results, fatal = [], None  # type: list[Any], PluginFaultError | None
-        for component in self.components:
-            try:
-                results.append(getattr(component, method)(*arguments))
-            except PluginFaultError as error:
-                fatal = fatal or error
-        if fatal is not None:
-            raise fatal
-        return results
-
-    def close(self) -> None:
-        """Close every component.
-
-        Raises:
-            PluginFaultError: a component with faults of scope engine failed; all were closed.
-        """
-        self.call("close")
-
-
-def create_all(
-    plugins: PluginSet, kind: str, faults: StepFaults, context: type[Context[C]], **fields: Any
-) -> list[tuple[C, FaultReporter, PluginCalls]]:
-    """Create every enabled component of a kind; if one fails, close the earlier ones.
-
-    `faults` makes the reporters; `fields` are those of the context without name and options.
-
-    Returns:
-        The components, each with the reporter of its faults and its calls.
-
-    Raises:
-        PluginError: a component could not be built.
-    """
-    created: list[tuple[C, FaultReporter, PluginCalls]] = []
-    with contextlib.ExitStack() as undo:
-        for entry in plugins.entries(kind):
-            component = plugins.create(entry, context, **fields)
-            close_if_failed(undo, functools.partial(close_all, [component]))
-            report = faults.reporter(entry.source, CALL_LOST)
-            created.append((component, report, faults.calls(kind, entry.source)))
-        undo.pop_all()
-    return created

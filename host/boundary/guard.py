@@ -104,11 +104,8 @@ class Boundary:
         """Return a method that raises nothing and returns usable values.
 
         Args:
-            name: name of the method.
-            behaviour: declaration of the method in the contract.
             function: the component's.
             declared: the interface's.
-            hand_over: for its arguments.
         """
         parameters = inspect.signature(declared).parameters
         first = next(islice(parameters, 1, None), "")
@@ -170,9 +167,6 @@ class Boundary:
         """Return a method whose errors name the plugin and the outcome for its caller.
 
         Args:
-            name: name of the method.
-            behaviour: the contract's declaration of it.
-            function: the component's method.
             use: converts its checked result for the engine.
         """
         check = None if behaviour.returned is None else behaviour.returned.check
@@ -195,9 +189,7 @@ class Boundary:
         """End a call that failed.
 
         Args:
-            name: name of the method.
             error: raised by the method, or an UnusableError.
-            behaviour: the contract's declaration of it.
             of: what it was called for, as a part of the message. The component itself is named
                 then, and none that it called.
 
@@ -252,10 +244,7 @@ def guard(
     methods are recorded and timed; with `report`, their own errors are raised.
 
     Args:
-        component: to guard.
-        kind: its kind.
         report: is called with each fault for which a default decides; None if no method has one.
-        calls: record and time its methods.
         hand_over: for the arguments of its methods.
         uses: for the results of its methods without a default.
     """
@@ -294,10 +283,7 @@ def checked(
     """Return a method's result, checked as declared; for calls that are written by hand.
 
     Args:
-        value: its result.
-        interface: class that declares the method.
         method: its name as messages have it, with or without "()".
-        plugin: names it.
         arguments: its arguments, where the check needs them.
 
     Raises:

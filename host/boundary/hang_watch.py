@@ -16,6 +16,10 @@ class HangWatch:
     Only time in which this process itself ran counts, so that one that was suspended, or a machine
     that slept, ends no engine.
 
+    Args:
+        process_limit_s: time without a sign of life of its process; 0 is no limit.
+        step_limit_s: time in one step; 0 is no limit.
+
     Attributes:
         interval_s: time between two checks; None if nothing is to be checked.
     """
@@ -27,12 +31,6 @@ class HangWatch:
         step_limit_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with an engine that makes progress.
-
-        Args:
-            process_limit_s: time without a sign of life of its process; 0 is no limit.
-            step_limit_s: time in one step; 0 is no limit.
-        """
         limits = [limit for limit in (process_limit_s, step_limit_s) if limit]
         self.interval_s = min(LONGEST_INTERVAL_S, min(limits) / 4) if limits else None
         self._activity, self._clock = activity, clock

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import islice
+from typing import Any
 
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins import EvictionPolicy, KVEventBatch, KVEventPublisher
+from hardpoint.host.registry.blame import close_if_failed
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.plugins import EvictionPolicy, KVEventBatch, KVEventPublisher, PublisherContext
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.typed import read_only
 
 from .activity import PluginCalls
-from .faults import Fanout
+from .errors import close_all
+from .faults import CALL_LOST, StepFaults
 from .guard import FaultReporter, blocks, guard
 
 
@@ -89,7 +95,13 @@ def _describe_wrong(count: int, answer: Sequence[int], candidates: Collection[in
 
 
 class KVEventFanout:
-    """Passes the events of each step to all publishers, also if one of them fails."""
+    """Passes the events of each step to all publishers, guarded, also if one of them fails.
+
+    Args:
+        publishers: each with the reporter of its faults and its calls, in the order of calls.
+        wall_clock: seconds since 1970.
+        follow: is called with the events after the publishers.
+    """
 
     def __init__(
         self,
@@ -98,16 +110,10 @@ class KVEventFanout:
         data_parallel_rank: int = 0,
         follow: Callable[[Sequence[KVEvent]], None] | None = None,
     ) -> None:
-        """Store the publishers.
-
-        Args:
-            publishers: each with the reporter of its faults and its calls.
-            wall_clock: seconds since 1970.
-            follow: is called with the events after the publishers.
-        """
-        self._publishers, self.follow = Fanout(publishers), follow
-        self._wall_clock = wall_clock
-        self._rank = data_parallel_rank
+        self._publishers = [
+            guard(publisher, calls.kind, report, calls) for publisher, report, calls in publishers
+        ]
+        self.follow, self._wall_clock, self._rank = follow, wall_clock, data_parallel_rank
 
     @property
     def has_any(self) -> bool:
@@ -122,7 +128,7 @@ class KVEventFanout:
         """
         if events and self._publishers:
             batch = read_only(KVEventBatch(self._wall_clock(), list(events), self._rank))
-            self._publishers.call("publish", batch)
+            self._call("publish", batch)
         if events and self.follow is not None:
             self.follow(events)
 
@@ -132,4 +138,35 @@ class KVEventFanout:
         Raises:
             PluginFaultError: a publisher with faults of scope engine failed; all were closed.
         """
-        self._publishers.close()
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        fatal: PluginFaultError | None = None
+        for publisher in self._publishers:
+            try:
+                getattr(publisher, method)(*arguments)
+            except PluginFaultError as error:
+                fatal = fatal or error
+        if fatal is not None:
+            raise fatal
+
+
+def open_publishers(
+    plugins: PluginSet, faults: StepFaults, data_parallel_rank: int
+) -> list[tuple[KVEventPublisher, FaultReporter, PluginCalls]]:
+    """Build the enabled publishers; each with the reporter of its faults and its calls.
+
+    Raises:
+        PluginError: one cannot be built; the others are closed.
+    """
+    publishers: list[tuple[KVEventPublisher, FaultReporter, PluginCalls]] = []
+    with ExitStack() as undo:
+        for entry in plugins.entries(kind := "kv_event_publishers"):
+            publisher = plugins.create(
+                entry, PublisherContext, data_parallel_rank=data_parallel_rank
+            )
+            close_if_failed(undo, partial(close_all, [publisher]))
+            report = faults.reporter(entry.source, CALL_LOST)
+            publishers.append((publisher, report, faults.calls(kind, entry.source)))
+        undo.pop_all()
+    return publishers

@@ -47,13 +47,9 @@ class PluginHealth:
         self._quarantine_after = quarantine_after
 
     def record(self, plugin: str, request_id: str | None, message: str) -> None:
-        """Record that a plugin ended a request, or as None, that the engine died with it."""
+        """Record that a plugin ended a request; None quarantines it, as the engine died with it."""
         self.add(plugin, message, request_id)
         self.notify(plugin, message, request_id)
-
-    def quarantine(self, plugin: str, message: str) -> None:
-        """Quarantine a plugin that ran when the engine died; `message` names it."""
-        self.record(plugin, None, message)
 
     def add(self, plugin: str, message: str, request_id: str | None, count: int = 1) -> None:
         """Record a fault that this frontend or another one has noticed, or `count` of them."""

@@ -54,8 +54,6 @@ def guarded_policy(
     """Return a policy that decides as fcfs does where another one fails; it shows that one views.
 
     Args:
-        policy: to guard.
-        report: is called with each fault.
         calls: call the policy's methods; without them, they are called directly.
         arguments: convert the arguments of its requests; without them, requests have none.
     """
@@ -153,12 +151,6 @@ class PolicyArguments:
     """
 
     def __init__(self, entry: PluginEntry, cls: Any, options: Any, vocab_size: int) -> None:
-        """Create the defaults, for requests without arguments.
-
-        Args:
-            cls: its class.
-            vocab_size: vocabulary size of the model.
-        """
         self.takes_any = takes_arguments(cls)
         self.key = argument_key(_KIND, entry.name)
         self.cls = cls
@@ -247,7 +239,6 @@ class PolicySlot:
 
     Attributes:
         policy: the policy that schedulers call.
-        source: names it.
     """
 
     def __init__(self, plugins: PluginSet, faults: StepFaults, vocab_size: int) -> None:
@@ -259,8 +250,6 @@ class PolicySlot:
         self._faults = faults
         self._vocab_size = vocab_size
         self._replaced: dict[str, PolicyArguments] = {}
-        self.policy: SchedulingPolicy
-        self.source: Source
         self._use(self._build(plugins))
 
     def report_fault(self, message: str) -> None:
@@ -276,8 +265,8 @@ class PolicySlot:
             RequestError: they do not fit.
         """
         if not self._replaced.keys().isdisjoint(request.plugin_args):
-            request.plugin_args = self._arguments.carried_over(request, self._replaced)
-        self._arguments.of(request)
+            request.plugin_args = self._current.arguments.carried_over(request, self._replaced)
+        self._current.arguments.of(request)
 
     def build(self, plugins: PluginSet, *, always: bool) -> NewPolicy | None:
         """Build the policy of another plugin set; None, unless `always`, if it is the one in use.
@@ -320,8 +309,7 @@ class PolicySlot:
         return old
 
     def _use(self, new: NewPolicy) -> None:
-        self._current, self.policy, self.source = new, new.policy, new.source
-        self._arguments = new.arguments
+        self._current, self.policy = new, new.policy
 
     @property
     def plugins(self) -> PluginSet:
@@ -329,12 +317,8 @@ class PolicySlot:
         return self._current.plugins
 
     def close(self) -> None:
-        """Close the policy.
-
-        Raises:
-            PluginFaultError: its `close` failed.
-        """
-        close_named(self.source, self.policy.close)
+        """Close the policy; see `NewPolicy.close`."""
+        self._current.close()
 
     def _build(self, plugins: PluginSet) -> NewPolicy:
         entry = plugins.one(_KIND)
@@ -351,7 +335,8 @@ class PolicySlot:
         self, arguments: PolicyArguments, scheduler: Scheduler
     ) -> list[tuple[Request, dict[str, dict[str, Any]]]]:
         """Return the live requests, each with its `plugin_args` for a new policy."""
-        if not (arguments.takes_any or self._arguments.takes_any):
+        before = self._current.arguments
+        if not (arguments.takes_any or before.takes_any):
             return []
         if not scheduler.num_unfinished_requests():
             return []
@@ -361,8 +346,7 @@ class PolicySlot:
             raise ConfigError(
                 f"{_CONFIG_PATH}: the arguments of live requests cannot be converted: {cause}"
             ) from None
-        known = {self._arguments.key: self._arguments}
-        result = []
+        known, result = {before.key: before}, []
         for request in live:
             try:
                 result.append((request, arguments.carried_over(request.source, known)))

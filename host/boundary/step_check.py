@@ -96,7 +96,6 @@ class ResultCheck:
     """Finds the requests for which an executor returned too little, too much or nothing."""
 
     def __init__(self, executor: str, scheduler: Scheduler) -> None:
-        """Store the executor's name, and the scheduler, which knows the live requests."""
         self._executor = executor
         self._scheduler = scheduler
 

@@ -37,12 +37,6 @@ def open_tokenizer(
 ) -> Tokenizer:
     """Return a new tokenizer with checked properties.
 
-    Args:
-        plugins: plugins of the engine.
-        entry: entry of the tokenizer.
-        files: files of its context.
-        vocab_size: vocabulary size of the model.
-
     Raises:
         PluginLoadError: its constructor failed.
         PluginFaultError: a property failed, or does not fit the interface.

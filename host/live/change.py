@@ -99,7 +99,6 @@ class Slot(Protocol):
         """Build the new components here, while the engine works; called in another thread.
 
         Args:
-            change: the change.
             plugins: its plugins, loaded in this process.
 
         Returns:
@@ -198,7 +197,6 @@ class Changes:
         """Begin to prepare a change.
 
         Args:
-            change: the change.
             plugins: its plugins; None are the plugins of its manifest.
 
         Raises:

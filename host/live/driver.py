@@ -33,11 +33,9 @@ def steps(
     """Run a change: prepared everywhere, then committed everywhere, or undone everywhere.
 
     Args:
-        change: the change.
         frontend: the changes of the frontend, which switches last.
         restarts: switches what engines are started with, which comes first: one whose start ends
             during the commit has the change.
-        plugins: its plugins.
         seconds: time to prepare it in all processes.
 
     Raises:
@@ -156,15 +154,14 @@ def _switch(of: weakref.ref[Owner[P]], before: P, after: P) -> Switch:
 
 
 class ChangeOwner(Generic[P]):
-    """The live changes of a frontend, one at a time: its own ones, with its engines, or others'."""
+    """The live changes of a frontend, one at a time: its own ones, with its engines, or others'.
+
+    Args:
+        owner: the owner, which keeps this; it closes as soon as no one keeps it.
+        lingers: as in `LiveChange`.
+    """
 
     def __init__(self, owner: Owner[P], slots: Sequence[Slot], *, lingers: bool) -> None:
-        """Change the parts of an owner.
-
-        Args:
-            owner: the owner, which keeps this; it closes as soon as no one keeps it.
-            lingers: as in `LiveChange`.
-        """
         self._owner = weakref.ref(owner)
         self._changes, self._lingers = Changes(slots), lingers
         self._restarts = Switch(lambda _: None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 
@@ -31,44 +30,22 @@ WorkerAnswer = tuple[str | None, str, bool]
 """Kind and text of the error that an action raised, and whether a change is prepared."""
 
 
-class ChangingParts(Protocol):
-    """The parts of an engine that live changes concern."""
-
-    @property
-    def policy(self) -> PolicySlot:
-        """The place of the scheduling policy."""
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler, which has the requests."""
-
-    @property
-    def scheduler_label(self) -> str:
-        """Name of the scheduler in messages."""
-
-    @property
-    def executor(self) -> Executor:
-        """The executor, which has the workers."""
-
-    @property
-    def step_parts(self) -> EngineHalves:
-        """The engine's halves of step parts."""
-
-
 class EngineChanges:
     """The live changes of an engine, one at a time."""
 
     def __init__(
         self,
-        parts: ChangingParts,
+        policy: PolicySlot,
+        scheduler: Scheduler,
+        limits: LimitsSlot,
+        executor: Executor,
+        halves: EngineHalves,
         end_requests: Callable[[list[str]], object],
     ) -> None:
         """`end_requests`: ends requests by their ids, with outputs."""
-        policy, scheduler = parts.policy, parts.scheduler
-        halves, limits = parts.step_parts, LimitsSlot(scheduler, parts.scheduler_label)
         self._parts = part_changes(halves, halves.use, policy.plugins, lambda part: part.users)
         self._changes = Changes([PolicyChanges(policy, scheduler), limits, self._parts])
-        self._executor, self._scheduler = parts.executor, scheduler
+        self._executor, self._scheduler = executor, scheduler
         self._policy, self._end_requests = policy, end_requests
         self._manifest: Manifest | None = None  # of the plugins now, once there was a change
 
@@ -76,7 +53,6 @@ class EngineChanges:
         """Run an action of a change; for "state", return the names of the pending slots.
 
         Args:
-            action: the action to run.
             change: the change, for "prepare"; else None.
 
         Raises:
@@ -124,11 +100,7 @@ class EngineChanges:
         self._call_workers("keep", str(oldest).encode())
 
     def _call_workers(self, action: Action, data: bytes = b"") -> dict[str, bool]:
-        """Let all workers do something; return which have prepared the change, by name.
-
-        Raises:
-            HardpointError: one failed; the first error.
-        """
+        """Let all workers do something; return which have prepared the change, by name."""
         answers: list[WorkerAnswer] = self._executor.collective_rpc("live_change", (action, data))
         for kind, text, _ in answers:
             if kind is not None:

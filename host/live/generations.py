@@ -53,6 +53,11 @@ class GenerationChanges(Generic[C]):
     Requests use the components of the generation that they were admitted with. One that stays the
     same, and runs in the same order, serves several generations.
 
+    Args:
+        users_of: returns the ids of requests for which calls of a component are still to come.
+        closes_later: whether a change closes what those before it have replaced, because
+            requests that are being prepared, or validated, may still use what it replaces.
+
     Attributes:
         plugins: the latest ones.
     """
@@ -69,15 +74,6 @@ class GenerationChanges(Generic[C]):
         users_of: Callable[[C], Collection[str]] = lambda _one: (),
         closes_later: bool = False,
     ) -> None:
-        """Replace components of `plugins`.
-
-        Args:
-            use: lets others be called.
-            close: closes components.
-            users_of: returns the ids of requests for which calls of a component are still to come.
-            closes_later: whether a change closes what those before it have replaced, because
-                requests that are being prepared, or validated, may still use what it replaces.
-        """
         self._kind, self.plugins = kind, plugins
         self._in_use, self._use, self._build, self._close = in_use, use, build, close
         self._users_of, self._closes_later = users_of, closes_later

@@ -110,8 +110,8 @@ def _check(half: BoundHalf[Any], change: LiveChange) -> None:
     why = half.why_fixed
     if part.request_fields(change.config):
         why = "its request_fields() are read when the engine starts"
-    if half.moves_blocks:
-        why = "it moves blocks of the KV cache"
+    if half.moves_blocks or part.releases_blocks:
+        why = f"it {'moves' if half.moves_blocks else 'releases'} blocks of the KV cache"
     if not part.changes_live:  # the order of it and another one changes
         why = "its class does not set changes_live = True"
     if why is not None:

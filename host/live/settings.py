@@ -141,9 +141,6 @@ class ChangeRequest(Strict):
     def settings(self, before: Settings) -> Settings:
         """Return the next settings.
 
-        Args:
-            before: the current ones; they are not changed.
-
         Raises:
             ConfigError: a value is wrong, there is no such setting, or it needs a restart.
             PluginError: there is no such component, or it cannot be loaded.
@@ -157,7 +154,6 @@ def with_config(before: Settings, values: Mapping[str, Any], origin: str) -> Set
     """Return the settings with other values of the configuration.
 
     Args:
-        before: the current ones; they are not changed.
         values: by dotted path, such as "scheduler.max_waiting" or "plugin.fair.tag".
         origin: who changes them, for messages.
 
@@ -195,8 +191,6 @@ def with_plugins(
     """Return the settings with other plugins, and other values of the configuration.
 
     Args:
-        before: the current ones; they are not changed.
-        changes: the changes of plugins.
         config: values by dotted path.
         origin: who changes them, for messages.
 
@@ -248,7 +242,6 @@ def with_policy(before: Settings, use: str, options: Mapping[str, Any], origin: 
     """Return the settings with another scheduling policy, and its options alone.
 
     Args:
-        before: the current ones; they are not changed.
         use: entry-point name or FQCN.
         options: the policy's own.
         origin: who changes it, for messages.
@@ -363,11 +356,7 @@ class _NamedEntry:
 
 
 def _named(plugins: PluginSet, name: str, path: str) -> _NamedEntry:
-    """Return the enabled component of a name, or of `kind/name`.
-
-    Raises:
-        ConfigError: several are called so.
-    """
+    """Return the enabled component of a name, or of `kind/name`."""
     entries = plugins.manifest.entries
     matches = [e for e in entries if name in (e.name, f"{e.kind}/{e.name}", e.value)]
     if not matches:
@@ -403,11 +392,7 @@ def _replace(entry: PluginEntry, use: Any, enable: list[Any], replace: dict[str,
 
 
 def _resolved(before: Settings, config: EngineConfig, sources: ConfigSources) -> Settings:
-    """Return settings with the plugins that a configuration names, in the next generation.
-
-    Raises:
-        ConfigError: a component of a kind that needs a restart would change.
-    """
+    """Return settings with the plugins that a configuration names, in the next generation."""
     old = before.plugins
     fresh = resolve_plugins(config, sources, old.found)
     was, now = ({(e.kind, e.name): e for e in p.manifest.entries} for p in (old, fresh))

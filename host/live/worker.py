@@ -54,7 +54,6 @@ class WorkerChanges:
             processors: changes of the logits processors; None on a rank that does not sample.
             parts: the halves of step parts. Of a model that is loaded again, they take the places
                 of the latest ones before it.
-            plugins: the plugins of all of these.
         """
         for half in parts.halves:
             if generation := self._since.get(half.name):
@@ -87,7 +86,6 @@ class WorkerChanges:
         """Do something about a change.
 
         Args:
-            action: the action to run.
             data: the change for "prepare", the oldest generation that is in use for "keep".
         """
         is_prepared = True

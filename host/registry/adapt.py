@@ -53,8 +53,6 @@ class ComponentAdapters:
         """Return the component of a foreign object; any other object unchanged.
 
         Args:
-            target: the object.
-            source: its identity.
             kind: the kind that is needed; None is any.
 
         Raises:

@@ -30,8 +30,6 @@ def first_that_runs(
 
     Args:
         entries: by name; the only one, or the entries of the candidates.
-        device: type of the device.
-        target: returns the class of an entry.
         build: builds the component of an entry, given why another one is not used.
 
     Raises:
@@ -60,8 +58,6 @@ def check_device(entry: PluginEntry, target: Any, device: str) -> None:
     """Reject a component of a per-device kind on a device where it does not run.
 
     Args:
-        entry: entry of the component.
-        target: its class.
         device: type of the device.
 
     Raises:
@@ -78,7 +74,6 @@ def check_devices(chosen: Sequence[SelectedPlugin], targets: Mapping[Any, Any]) 
     """Refuse attention and operations that run on no common device.
 
     Args:
-        chosen: the enabled components.
         targets: their classes, by key.
 
     Raises:

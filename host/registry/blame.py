@@ -63,7 +63,6 @@ def faults_as(
     """Raise exceptions of the body as an error with the text `<message> failed: <cause>`.
 
     Args:
-        error: its class.
         message: the plugin and its action.
         passing: classes of exceptions that are raised as they are.
     """
@@ -110,7 +109,6 @@ def innermost(
     """Return the innermost owner in a traceback, and the name of its outermost function there.
 
     Args:
-        error: the error raised by a call of a plugin.
         owner_of: returns who owns a frame; None for a frame of the caller.
     """
     match: tuple[T, str] | None = None
@@ -136,8 +134,6 @@ def responsible(error: BaseException, source: Source, method: str) -> tuple[Sour
 
     Args:
         error: left a method of a plugin.
-        source: the plugin.
-        method: the method.
     """
     owner, name = innermost(error, component_of) or (None, method)
     inner = getattr(getattr(owner, "context", None), "source", None)

@@ -222,7 +222,6 @@ def check_unique(entry: PluginEntry, where: str, error: type[HardpointError]) ->
     Args:
         entry: the enabled component of the name.
         where: start of the message.
-        error: class of the error.
 
     Raises:
         HardpointError: other distributions offer a component of this kind and name, and no setting
@@ -243,9 +242,7 @@ def check_other_name(name: str, named: Sequence[PluginEntry], error: type[Hardpo
     """Check that one of the `other_names` of components belongs to one class.
 
     Args:
-        name: the name that is used.
         named: the enabled components that have it.
-        error: class of the error.
 
     Raises:
         HardpointError: several classes have it; of class `error`.
@@ -264,14 +261,7 @@ def check_other_name(name: str, named: Sequence[PluginEntry], error: type[Hardpo
 def offers(
     kind: str, name: str, disabled: Sequence[InstalledPlugin], installed: Sequence[InstalledPlugin]
 ) -> str:
-    """Return, as the end of a message, which package offers a component that is not enabled.
-
-    Args:
-        kind: kind of the component.
-        name: its name.
-        disabled: the installed components that are not enabled.
-        installed: all installed components.
-    """
+    """Return, as the end of a message, which package offers a component that is not enabled."""
     matching = [f for f in disabled if (f.kind, f.name) == (kind, name)]
     if not matching:
         return component_hint(name, kind)

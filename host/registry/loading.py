@@ -101,7 +101,6 @@ def import_object(source: Source, stand_ins: StandIns = lambda _module: None) ->
     """Import the object of `source.value`.
 
     Args:
-        source: identity of the plugin.
         stand_ins: returns a context in which code that lacks a module can be imported, or None.
 
     Raises:
@@ -140,8 +139,6 @@ def kinds_of(target: Any, source: Source, hint: str = "") -> list[PluginKind]:
     """Return the kinds of an imported object: one, or the roles of an output parser.
 
     Args:
-        target: the object.
-        source: its identity.
         hint: ends the message about an object that is no plugin.
 
     Raises:
@@ -166,9 +163,6 @@ def check_component(target: Any, kind: PluginKind, source: Source, hint: str = "
     """Check that an imported object keeps its kind's contract.
 
     Args:
-        target: the object.
-        kind: its kind.
-        source: its identity.
         hint: ends the message about an object that does not derive from the kind's interface.
 
     Raises:

@@ -89,7 +89,6 @@ def find_files(name: str, setting: str = "model") -> ModelFiles:
     """Return the files of a model: an alias, a path, or a Hugging Face id, downloaded or cached.
 
     Args:
-        name: name of the model.
         setting: setting that names it, for messages.
 
     Raises:
@@ -123,12 +122,7 @@ def with_recommended(config: ModelConfig, files: ModelFiles) -> ModelConfig:
 
 
 def unreadable(files: ModelFiles, loaders: Sequence[str]) -> ModelError:
-    """Return the error for files that none of the loaders recognizes.
-
-    Args:
-        files: files of the model.
-        loaders: their names.
-    """
+    """Return the error for files that none of the loaders recognizes."""
     path = files.path
     try:
         why = _about_directory(path) if path.is_dir() else _about_file(path)

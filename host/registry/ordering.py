@@ -122,7 +122,6 @@ def check_neighbours(chosen: Sequence[SelectedPlugin], targets: Mapping[_Key, An
     """Refuse a component that names itself, or takes a parameter that another one applies, too.
 
     Args:
-        chosen: the enabled components.
         targets: their classes, by key.
 
     Raises:

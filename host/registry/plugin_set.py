@@ -130,8 +130,6 @@ class PluginSet:
         """Return the entry of a name, FQCN or one of its `other_names`; None if not enabled.
 
         Args:
-            kind: kind of the component.
-            name: name of the component.
             conflict: class of the error about a name that several distributions offer; to be given
                 if a model, a setting or a request uses the name.
 
@@ -183,7 +181,6 @@ class PluginSet:
 
         Args:
             entry: an entry of the kind of components that are built with such a context.
-            context_type: class of the context.
             fields: fields of the context, in addition to name and options.
 
         Raises:
@@ -200,8 +197,6 @@ class PluginSet:
 
         Args:
             kind: `attention_backends`, `ops` or `communicators`.
-            context_type: class of the context.
-            device: torch's device.
             fields: fields of the context, in addition to name, options and device.
 
         Raises:
@@ -318,8 +313,6 @@ def resolve_plugins(
     Built-ins that are named by models or requests, and idle defaults, are imported when needed.
 
     Args:
-        config: the configuration.
-        config_sources: sources of its values.
         installed: the installed plugins; None finds them.
         passed_plugins: the plugins that the program passes, see `handed_over`.
 
@@ -380,11 +373,7 @@ def _find_wrapped(
     chosen: Sequence[SelectedPlugin],
     targets: dict[Key, Any],
 ) -> dict[Key, dict[str, SelectedPlugin]]:
-    """Return the components that each one wraps, by reference; load them into `targets`.
-
-    Raises:
-        PluginError: one cannot be loaded, or wraps itself.
-    """
+    """Return the components that each one wraps, by reference; load them into `targets`."""
     wrapped: dict[Key, dict[str, SelectedPlugin]] = {}
 
     def add(outer: SelectedPlugin, chain: tuple[SelectedPlugin, ...]) -> None:

@@ -156,8 +156,6 @@ def provided_by(
 
     Args:
         target: its module, class or object.
-        source: its identity.
-        installed: the installed plugins.
         adapters: adapt components that derive from no interface.
         origin: the setting that enables them, too; empty if none does.
 
@@ -197,7 +195,6 @@ def offered_plugins(
 
     Args:
         reference: the name, or `kind/name`.
-        component: the component.
         source, installed, adapters, origin: as for `provided_by`.
 
     Raises:

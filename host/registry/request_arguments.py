@@ -88,7 +88,6 @@ def convert_arguments(
     """Return arguments as the type of a component, checked.
 
     Args:
-        source: source of the component, for messages.
         type_: its `Arguments` or `Prepared`.
         values: plain data or an instance.
         path: path of the arguments, for messages.
@@ -108,10 +107,7 @@ def prepare_arguments(
     """Return the result of a component's `prepare` for a request's arguments.
 
     Args:
-        source: source of the component, for messages.
-        cls: its class.
         arguments: converted.
-        context: context of the request.
         path: path of the arguments, for messages.
 
     Raises:

@@ -237,9 +237,7 @@ class Selection:
         """Return the components that an enabled one wraps, by reference.
 
         Args:
-            outer: the enabled component.
             reference: as the option names it; "auto" may stand for several.
-            path: path of the option.
         """
         if reference == AUTO and outer.kind.name in BACKEND_KINDS:
             components = self._of_backend(outer.kind, path)

@@ -53,7 +53,6 @@ def memory_limit(device: torch.device, proc: Path = PROC) -> MemoryLimit:
     containers for example) and its resource limits (`ulimit`).
 
     Args:
-        device: where the memory is.
         proc: the system's folder of processes.
     """
     if device.type == "cuda":
@@ -219,10 +218,7 @@ def estimate_memory(
 
     Args:
         model: without weights.
-        config: the engine's.
         weights: weights of this rank, by name.
-        request: memory of requests in the KV cache.
-        limit: the memory limit.
     """
     context, cache, scheduler = model.context, config.kv_cache, config.scheduler
     size, vocab = context.dtype.itemsize, context.config.vocab_size

@@ -39,6 +39,11 @@ class StepSettings:
 
     A change affects the rest of its step at most. Steps in flight have the settings in common that
     were read before the first of them.
+
+    Args:
+        in_flight: whether further steps are in flight at the end of one.
+        threads: whether the number of threads is restored.
+        process: whether the settings that threads of a process share are restored.
     """
 
     def __init__(
@@ -48,13 +53,6 @@ class StepSettings:
         threads: bool = True,
         process: bool = True,
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            in_flight: whether further steps are in flight at the end of one.
-            threads: whether the number of threads is restored.
-            process: whether the settings that threads of a process share are restored.
-        """
         self._in_flight = in_flight
         self._restored = {"threads": threads, "process": process}
         self._before: Any = None

@@ -15,15 +15,13 @@ class Profiling:
     """Records profiles, one at a time, each into a file of its own.
 
     The files are Chrome traces, for Perfetto or chrome://tracing.
+
+    Args:
+        folder: is created when a profile starts; without a folder, no profile can start.
+        rank: part of the names of files; None if there is one rank.
     """
 
     def __init__(self, folder: str | None, device: torch.device, rank: int | None = None) -> None:
-        """Record nothing yet.
-
-        Args:
-            folder: is created when a profile starts; without a folder, no profile can start.
-            rank: part of the names of files; None if there is one rank.
-        """
         self._folder = folder
         self._label = "" if rank is None else f"rank{rank}-"
         self._device = device

@@ -96,11 +96,7 @@ def read_tensors(file: Path, key: str) -> tuple[dict[str, torch.Tensor], str | N
 
 
 def _read_header(mapped: mmap.mmap, key: str) -> tuple[_Header, int]:
-    """Return the header of a file that is whole, and the start of its tensors.
-
-    Raises:
-        UnusableFileError: it is damaged or of another key.
-    """
+    """Return the header of a file that is whole, and the start of its tensors."""
     magic, length, crc, checksum = _PREFIX.unpack_from(mapped)
     if magic != _MAGIC:
         raise UnusableFileError("it is no file of packed weights")
@@ -252,11 +248,7 @@ class _Chunks:
 
 
 def _write_all(opened: io.FileIO, data: bytes | memoryview) -> None:
-    """Write data, in as many pieces as the system takes.
-
-    Raises:
-        OSError: the disk is full, for example.
-    """
+    """Write data, in as many pieces as the system takes."""
     rest = memoryview(data)
     while rest:
         rest = rest[opened.write(rest) :]

@@ -63,7 +63,6 @@ def restore(before: State, report: Callable[[str, object, object], None]) -> Non
     """Restore settings.
 
     Args:
-        before: the settings to restore.
         report: called with the name of each setting that differs, its value before and its value
             now.
     """
@@ -147,7 +146,6 @@ def restore_after_step(before: State, *, threads: bool, process: bool) -> None:
     """Restore settings that plugins have changed in a step; log each once.
 
     Args:
-        before: the settings before the step.
         threads: whether the number of threads is restored.
         process: whether the settings that threads of a process share are restored.
     """

@@ -1,19 +1,12 @@
-"""Transfers of tensors, and copies of their rows."""
+"""Copies of the rows of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.process.device import HostCopy
-
-
-def fetch(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Return tensors of one device as lists of numbers, after a single wait for the device."""
-    return HostCopy(tensors).read()
 
 
 def select_rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

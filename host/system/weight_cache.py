@@ -46,15 +46,14 @@ class _FolderError(UnusableFileError):
 
 
 class WeightCache:
-    """A folder of packed weights."""
+    """A folder of packed weights.
+
+    Args:
+        config: the folder and its limit.
+        num_ranks: number of ranks that keep files of one model there.
+    """
 
     def __init__(self, config: WeightCacheConfig, num_ranks: int = 1) -> None:
-        """Find the folder; nothing is opened yet.
-
-        Args:
-            config: the folder and its limit.
-            num_ranks: number of ranks that keep files of one model there.
-        """
         self._limit, self._num_ranks = config.max_bytes, num_ranks
         self._folder = cache_folder(config)
         self._writer: _Writer | None = None
@@ -89,8 +88,6 @@ class WeightCache:
         """Write the weights of a model that has loaded them, in a thread, a little later.
 
         Args:
-            key: key of the weights.
-            model: model that has them.
             quantized: description of the quantized matrices, which later starts log.
         """
         if self._folder is None or (tensors := model.packed_weights()) is None:
@@ -226,7 +223,6 @@ def _make_room(folder: Path, limit: int, keep: Path) -> None:
     """Remove files of the cache, least recently used first, until they have `limit` bytes.
 
     Args:
-        folder: folder of the cache.
         limit: limit of all files but one.
         keep: the file that does not count, which is about to be replaced.
     """

@@ -25,7 +25,6 @@ def cache_key(
     """Return a text that differs whenever packed weights may; None if they are not kept.
 
     Args:
-        loader: loader of the weights.
         model: what makes of them what is kept.
         ops: its operations, which pack.
         quantization: the configuration of weights of few bits.

@@ -1,5 +1,6 @@
 """Worker hooks of step parts, and their access to the worker's model and KV cache."""
 
+from .model.forward import AttentionWeights as AttentionWeights
 from .model.forward import Forward as Forward
 from .model.forward import ForwardStep as ForwardStep
 from .model.forward import PackedInputs as PackedInputs

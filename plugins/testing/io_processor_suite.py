@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -22,8 +23,10 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.component.behaviour import UnusableError
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.text.io_processor import ROUND
 
 from .declared import declared_result
 from .general.suite import InUse
@@ -54,6 +57,11 @@ OVERLAPPING = Rule(
 READS_ONLY = Rule(
     "reads only: inputs and outputs of the model belong to others, too",
     "copy a value before you change it",
+)
+ROUNDS = Rule(
+    "rounds: a generator of post_process returns after `max_rounds` rounds, and ends if closed",
+    "yield fewer prompts in each round, such as one per four texts, and none in an `except` or "
+    "`finally`",
 )
 EFFECT = Rule(
     "effect: an answer depends on the model's outputs",
@@ -101,6 +109,7 @@ class IOProcessorSuite(TimedSuite):
         refused: inputs that it refuses; without any, wrong ones are made up.
         vocab_size, hidden_size, num_classes, max_model_len: sizes of the model.
         completion: the text that it generates.
+        max_rounds: most rounds of prompts of a call, as `plugins.io_rounds`.
     """
 
     kind = "io_processors"
@@ -112,6 +121,7 @@ class IOProcessorSuite(TimedSuite):
     num_classes: ClassVar[int] = 3
     max_model_len: ClassVar[int] = 128
     completion: ClassVar[str] = "a completion"
+    max_rounds: ClassVar[int] = 16
     _variant: int = 0
     """Number of the fake model; each has other outputs."""
 
@@ -182,25 +192,29 @@ class IOProcessorSuite(TimedSuite):
     @checks(PROMPTS)
     def test_prompts(self) -> None:
         """Prompts are not empty, of the vocabulary, and no longer than the model reads."""
-        processor, tokenizer = self._make(), self.make_tokenizer()
+        processor = self._make()
         for sample in self.samples:
-            _, prompts = self._begun(processor, sample)
-            for place, (prompt, params) in enumerate(prompts):
-                tokens = self._tokens(tokenizer, prompt)
-                room = self.max_model_len
-                if isinstance(params, SamplingParams):
-                    room -= 1
-                if not 1 <= len(tokens) <= room:
-                    raise PROMPTS.violation(
-                        f"prompt {place} of {short_repr(sample)} has {len(tokens)} tokens, the "
-                        f"model reads 1 to {room}"
-                    )
-                wrong = [t for t in tokens if type(t) is not int or not 0 <= t < self.vocab_size]
-                if wrong:
-                    raise PROMPTS.violation(
-                        f"prompt {place} of {short_repr(sample)} has {short_repr(wrong[0])}, "
-                        f"expected token ids from 0 to {self.vocab_size - 1}"
-                    )
+            for prompts in self._rounds(processor, *self._begun(processor, sample)):
+                self._check_prompts(sample, prompts)
+
+    def _check_prompts(self, sample: Any, prompts: list[Any]) -> None:
+        tokenizer = self.make_tokenizer()
+        for place, (prompt, params) in enumerate(prompts):
+            tokens = self._tokens(tokenizer, prompt)
+            room = self.max_model_len
+            if isinstance(params, SamplingParams):
+                room -= 1
+            if not 1 <= len(tokens) <= room:
+                raise PROMPTS.violation(
+                    f"prompt {place} of {short_repr(sample)} has {len(tokens)} tokens, the "
+                    f"model reads 1 to {room}"
+                )
+            wrong = [t for t in tokens if type(t) is not int or not 0 <= t < self.vocab_size]
+            if wrong:
+                raise PROMPTS.violation(
+                    f"prompt {place} of {short_repr(sample)} has {short_repr(wrong[0])}, "
+                    f"expected token ids from 0 to {self.vocab_size - 1}"
+                )
 
     @checks(OVERLAPPING)
     def test_overlapping(self) -> None:
@@ -208,15 +222,40 @@ class IOProcessorSuite(TimedSuite):
         alone = [self._answer(self._make(), sample) for sample in self.samples]
         processor = self._make()
         order = [*range(len(self.samples)), *range(len(self.samples))]
-        begun = [self._begun(processor, self.samples[index]) for index in order]
-        for position in (*range(0, len(order), 2), *range(1, len(order), 2)):
-            index, (request, prompts) = order[position], begun[position]
-            answer = self._finished(processor, request, prompts)
-            if answer != alone[index]:
-                raise OVERLAPPING.violation(
-                    f"with {len(order)} calls under way, {short_repr(self.samples[index])} has "
-                    f"another answer than alone"
-                )
+        open_calls = {
+            number: self._rounds(processor, *self._begun(processor, self.samples[index]))
+            for number, index in enumerate(order)
+        }
+        while open_calls:  # one round of each call, of half of them first
+            for number in sorted(open_calls, key=lambda number: (number % 2, number)):
+                answer = _advance(open_calls[number])
+                if answer is None:
+                    continue
+                del open_calls[number]
+                if answer[0] != alone[order[number]]:
+                    sample = short_repr(self.samples[order[number]])
+                    raise OVERLAPPING.violation(
+                        f"with {len(order)} calls under way, {sample} has another answer than alone"
+                    )
+
+    @checks(ROUNDS)
+    def test_rounds(self) -> None:
+        """Each call ends after some rounds; a call that is aborted between two of them ends."""
+        for sample in self.samples:
+            processor = self._make()
+            self._answer(processor, sample)
+            request, prompts = self._begun(processor, sample)
+            generator = processor.post_process(request, self._outputs(prompts))
+            if inspect.isgenerator(generator):
+                try:
+                    next(generator, None)
+                    generator.close()
+                except RuntimeError as error:
+                    raise ROUNDS.violation(
+                        f"post_process() of {short_repr(sample)} goes on after it was closed: "
+                        f"{error}"
+                    ) from error
+            self._answer(processor, sample)
 
     @checks(READS_ONLY)
     def test_reads_only(self) -> None:
@@ -275,10 +314,47 @@ class IOProcessorSuite(TimedSuite):
         return request, checked
 
     def _finished(self, processor: IOProcessor, request: Any, prompts: list[Any]) -> Any:
+        rounds = self._rounds(processor, request, prompts)
+        while (answer := _advance(rounds)) is None:
+            pass
+        return answer[0]
+
+    def _rounds(
+        self, processor: IOProcessor, request: Any, prompts: list[Any]
+    ) -> Generator[list[Any], None, Any]:
+        """Yield the prompts of each round before their outputs are used; return the answer."""
+        yield prompts
         outputs = self._outputs(prompts)
         with self._unchanged(READS_ONLY, "post_process()", outputs_of_the_model=outputs):
             output = self._timed(processor.post_process, request, outputs)
+        if inspect.isgenerator(output):
+            output = yield from self._further_rounds(output, outputs)
         return self._response(processor, output)
+
+    def _further_rounds(
+        self, generator: Generator[Any, Any, Any], outputs: list[Any]
+    ) -> Generator[list[Any], None, Any]:
+        def post_process(sent: Any) -> tuple[Any, bool]:
+            try:
+                return generator.send(sent), False
+            except StopIteration as end:
+                return end.value, True
+
+        sent = None
+        for _ in range(self.max_rounds):
+            with self._unchanged(READS_ONLY, "post_process()", outputs_of_the_model=outputs):
+                value, is_last = self._timed(post_process, sent)
+            if is_last:
+                return value
+            try:
+                prompts: list[Any] = ROUND.check(value, (), ())
+            except UnusableError as error:
+                raise PROMPTS.violation(f"post_process() {error}") from error
+            yield prompts
+            outputs = sent = self._outputs(prompts)
+        raise ROUNDS.violation(
+            f"post_process() yielded prompts after {self.max_rounds} rounds, expected its output"
+        )
 
     def _response(self, processor: IOProcessor, output: Any) -> Any:
         response = self._timed(processor.output_to_response, output)
@@ -379,6 +455,15 @@ class IOProcessorSuite(TimedSuite):
             outputs=completions,
             finished=True,
         )
+
+
+def _advance(rounds: Generator[list[Any], None, Any]) -> tuple[Any] | None:
+    """Go on with a call; return its answer, alone, or None after another round."""
+    try:
+        next(rounds)
+    except StopIteration as end:
+        return (end.value,)
+    return None
 
 
 def _no_samples(samples: Sequence[Any]) -> Violation:

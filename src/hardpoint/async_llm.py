@@ -40,6 +40,7 @@ from .calls.engines import AsyncEngineGroup, Restart, engines_of, with_restart
 from .calls.groups import COMPANIONS, async_groups
 from .calls.model import AsyncModelGroup, ShownModel, chat_params
 from .calls.plugins import AsyncPluginGroup
+from .calls.reloading import watching_plugins
 from .calls.weights import AsyncWeightUpdateGroup, WeightFiles
 from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, PromptPart, check_options
@@ -86,7 +87,7 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
                 print(output.outputs[0].text)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all have names and defaults
         self,
         model: str | None = None,
         *,
@@ -97,6 +98,7 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
         tokenizer: str | None = None,
         plugins: Sequence[object] = (),
         restart: Restart | None = None,
+        reload_plugins: bool = False,
     ) -> None:
         """Start the engine process and load the model; blocks until it is ready.
 
@@ -110,24 +112,21 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
             restart: "on_failure" restarts an engine that died, with the same weights and the latest
                 configuration, at most `engine.max_restarts_per_minute` times. Requests that are
                 in flight go on there, as later ones do.
+            reload_plugins: replace plugins when their files are saved, for development.
 
         Raises:
             ConfigError, PluginError, ModelError: with the engine's own message.
             EngineDeadError: the engine ended without an error message, or was not ready in time.
         """
-        overrides = {
-            "model": model,
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "seed": seed,
-            "tokenizer.path": tokenizer,
-            "engine.restart": restart,
-        }
+        overrides = {"model": model, "dtype": dtype, "seed": seed, "tokenizer.path": tokenizer}
+        overrides |= {"max_model_len": max_model_len, "engine.restart": restart}
         passed_plugins = handed_over(plugins, "AsyncLLM")
         resolved, config_sources = config_from(
             config, overrides, caller="AsyncLLM", passed_plugins=passed_plugins
         )
-        self._open(resolved, config_sources, passed_plugins)
+        with watching_plugins(enabled=reload_plugins) as watch:
+            self._open(resolved, config_sources, passed_plugins)
+            watch(self.plugins)
 
     def _open(
         self,
@@ -452,6 +451,7 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
 
         It blocks for a moment; `aclose` does not block the event loop.
         """
+        self.plugins.end_watch()
         self._conversations.end_all("the engine was closed")
         self._requests.images.close()
         self._engine.close()

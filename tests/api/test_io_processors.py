@@ -8,11 +8,20 @@ import threading
 
 import numpy as np
 import pytest
-from support.plugins.io_processors import GO_ON, WAITING, Harmful, Measurements, Nearest, Writes
+from support.plugins.io_processors import (
+    GO_ON,
+    WAITING,
+    Harmful,
+    InRounds,
+    Measurements,
+    Nearest,
+    Writes,
+)
 from support.plugins.slow import Slow
 from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, AsyncLLM, PoolingParams, SamplingParams
+from hardpoint.calls.io_processors import ProcessorCall, RoundLimits
 from hardpoint.errors import (
     ConfigError,
     EngineClosedError,
@@ -205,6 +214,77 @@ class TestFaults:
             llm.plugins.process([])
 
 
+ROUNDS = {"rounds": [[[1], [2], []], [], [[3]]]}
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+class TestSeveralRounds:
+    @pytest.fixture
+    def opened(self, scripted, in_process):
+        InRounds.over.clear()
+        plugins = {"quarantine_after": 0, "io_rounds": 4, "io_prompts": 9}
+        sinks = {"sinks": ["prometheus"]}
+        tables = {"plugins": plugins, "engine": {"in_process": in_process}, "stats": sinks}
+        with LLM(config=config(scripted, InRounds, **tables)) as llm:
+            yield llm
+
+    def test_each_round_has_the_outputs_of_its_prompts(self, opened):
+        assert opened.plugins.process(ROUNDS) == [1, 3, 0, 1]
+        assert opened.plugins.process({"rounds": []}, as_json=True) == b"[1]"
+        assert InRounds.over == ["returned", "returned"]
+        lines = opened.metrics().splitlines()
+        (prompts,) = [line for line in lines if line.startswith("hardpoint:prompt_tokens_total{")]
+        assert float(prompts.rpartition(" ")[2]) == 2 + 3 + 1 + 2
+
+    def test_an_error_of_a_round_ends_the_call(self, opened):
+        expected = (
+            r"^data: the IO processor 'in_rounds': round 3: prompts\[1\]: prompt_token_ids\[0"
+        )
+        with pytest.raises(RequestError, match=expected):
+            opened.plugins.process({"rounds": [[[1]], [[1], [9999], [1]], [[1]]]})
+        expected = r"'in_rounds'.*its post_process failed: KeyError: 'missing'"
+        with pytest.raises(PluginFaultError, match=expected):
+            opened.plugins.process({"rounds": [[[1]], "fails"]})
+        expected = r"'in_rounds'.*its post_process yielded 'text', expected a list of pairs"
+        with pytest.raises(PluginFaultError, match=expected):
+            opened.plugins.process({"rounds": ["text"]})
+        assert InRounds.over == ["ended", "ended", "ended"]
+        assert opened.llm_engine.has_unfinished_requests() is False
+        assert opened.plugins.health().faults == {"in_rounds": 2}
+
+    def test_rounds_and_prompts_are_limited(self, opened):
+        assert opened.plugins.process({"rounds": [[[1]]] * 3}) == [1, 1, 1, 1]
+        expected = r"yielded prompts after 4 rounds, expected its output \(plugins.io_rounds\)$"
+        with pytest.raises(PluginFaultError, match=expected):
+            opened.plugins.process({"rounds": [[[1]]] * 4})
+        expected = (
+            r"^data: expected at most 9 prompts in all rounds \(plugins.io_prompts\), got 11$"
+        )
+        with pytest.raises(RequestError, match=expected):
+            opened.plugins.process({"rounds": [[[1]] * 5] * 2})
+        opened.engines.set_config({"plugins.io_prompts": 11})
+        assert opened.plugins.process({"rounds": [[[1]] * 5] * 2}) == [1, 5, 5]
+        assert InRounds.over == ["returned", "ended", "ended", "returned"]
+
+    def test_a_generator_that_does_not_end_is_a_fault(self, opened, caplog):
+        with pytest.raises(RequestError, match=r"round 2: prompts\[0\]: prompt_token_ids"):
+            opened.plugins.process({"rounds": [[[9999]]], "goes_on": True})
+        expected = "its post_process failed: RuntimeError: generator ignored GeneratorExit, after"
+        assert expected in caplog.text
+        assert opened.plugins.health().faults == {"in_rounds": 1}
+
+
+def test_the_timeout_of_a_call_is_that_of_all_rounds():
+    times = iter([10.0, 13.0, 19.0])
+    call = ProcessorCall("a", RoundLimits(rounds=9, prompts=9, clock=lambda: next(times)))
+    call.begin_round([])
+    assert call.options({"timeout": 5, "priority": 1}) == {"timeout": 5, "priority": 1}
+    call.begin_round([])
+    assert call.options({"timeout": 5, "priority": 1}) == {"timeout": 2.0, "priority": 1}
+    assert 0 < call.options({"timeout": 5})["timeout"] < 1e-300
+    assert call.options({"priority": 1}) == {"priority": 1}
+
+
 def test_calls_of_one_processor_wait_for_one_another_and_for_no_other(llm):
     GO_ON.clear()
     WAITING.clear()
@@ -234,7 +314,7 @@ def shared(scripted):
     """A runner of one loop, and a model that belongs to it."""
     tables = {"engine": {"in_process": False}, "plugins": {"quarantine_after": 0}}
     with asyncio.Runner() as runner:
-        llm = AsyncLLM(config=config(scripted, Nearest, Harmful, Slow, **tables))
+        llm = AsyncLLM(config=config(scripted, Nearest, Harmful, InRounds, Slow, **tables))
         yield runner, llm
         runner.run(llm.aclose())
 
@@ -264,7 +344,7 @@ class TestAnEventLoop:
 
     async def test_schemas_of_inputs(self, async_llm):
         schemas = async_llm.plugins.io_processor_schemas()
-        assert schemas.keys() == {"nearest", "harmful"}
+        assert schemas.keys() == {"nearest", "harmful", "in_rounds"}
         assert schemas["harmful"] == {}
         assert "rows" in schemas["nearest"]["$defs"]["Measurements"]["properties"]
 
@@ -293,6 +373,31 @@ class TestAnEventLoop:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
+        while await async_llm.engines.live_requests():
+            await asyncio.sleep(0.005)
+
+    async def test_rounds(self, async_llm):
+        calls = [async_llm.plugins.process(ROUNDS, "in_rounds") for _ in range(3)]
+        assert await asyncio.gather(*calls) == [[1, 3, 0, 1]] * 3
+        expected = r"^data: the IO processor 'in_rounds': round 2: prompts\[1\]: prompt_token_ids"
+        with pytest.raises(RequestError, match=expected):
+            await async_llm.plugins.process({"rounds": [[[1], [9999]]]}, "in_rounds")
+
+    async def test_cancelling_ends_the_present_round(self, async_llm):
+        InRounds.ended.clear()
+        InRounds.over.clear()
+        endless = SamplingParams(
+            max_tokens=400, ignore_eos=True, plugin_args={"slow": {"seconds": 0.1}}
+        )
+        data = {"rounds": [[[1], [2], [3]]], "params": endless}
+        call = asyncio.create_task(async_llm.plugins.process(data, "in_rounds"))
+        while len(await async_llm.engines.live_requests()) < 3:
+            await asyncio.sleep(0.005)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await asyncio.to_thread(InRounds.ended.wait, PATIENCE_S)
+        assert InRounds.over == ["ended"]
         while await async_llm.engines.live_requests():
             await asyncio.sleep(0.005)
 

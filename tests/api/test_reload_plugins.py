@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import itertools
 import os
@@ -15,7 +16,8 @@ import time
 import httpx
 import pytest
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, AsyncLLM, EngineClosedError, SamplingParams
+from hardpoint.calls.reloading import LoopChanges
 from hardpoint.cli import main
 from hardpoint.errors import BusyError, ConfigError, install_command
 from hardpoint.testing import scripted_config
@@ -275,6 +277,78 @@ def test_an_llm_watches_files_while_requests_run(package, open_llm):
         assert len(folders) == 1
     assert not [path for path in sys.path if "hardpoint-reload-" in path]
     assert "hardpoint-reload" not in {thread.name for thread in threading.enumerate()}
+
+
+def open_async(package, scripted, **options):
+    config = {"plugins": {"enable": [package.use("forced", "Forced")]}}
+    return AsyncLLM(config=scripted_config(scripted, config), **options)
+
+
+async def forced_token(llm):
+    params = SamplingParams(max_tokens=1, plugin_args={"forced": {}}, **GREEDY)
+    return [output async for output in llm.generate("say", params)][-1].outputs[0].token_ids
+
+
+def test_an_async_llm_watches_files(package, scripted):
+    async def run():
+        async with open_async(package, scripted, reload_plugins=True) as llm:
+            assert await forced_token(llm) == [40]
+            package.save("token", "TOKEN = 41\n")
+            deadline = time.monotonic() + WAIT_SECONDS
+            while llm.plugins.manifest.generation == 1:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+            assert await forced_token(llm) == [41]
+
+    asyncio.run(run())
+    assert not [path for path in sys.path if "hardpoint-reload-" in path]
+    assert "hardpoint-reload" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_async_llm_that_is_closed_before_its_first_use_ends_the_watch(package, scripted):
+    llm = open_async(package, scripted, reload_plugins=True)
+    package.save("token", "TOKEN = 41\n")
+    wait_until(lambda: any(t.name == "hardpoint-reload" for t in threading.enumerate()))
+    llm.close()
+    assert "hardpoint-reload" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_change_is_refused_by_a_closed_loop():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    changes = LoopChanges(lambda: loop, pytest.fail)
+    with pytest.raises(EngineClosedError, match="the event loop of the engine was closed"):
+        changes.replace({}, "a test")
+
+
+def test_the_end_of_the_watch_ends_a_change():
+    started = threading.Event()
+
+    async def change(**_):
+        started.set()
+        await asyncio.sleep(3600)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    changes = LoopChanges(lambda: loop, change)
+    errors = []
+
+    def replace():
+        try:
+            changes.replace({}, "a test")
+        except EngineClosedError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=replace)
+    waiting.start()
+    assert started.wait(WAIT_SECONDS)
+    changes.end()
+    waiting.join(WAIT_SECONDS)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(WAIT_SECONDS)
+    loop.close()
+    assert errors == ["the engine was closed"]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.adapters import write_model
 from support.parallel import write_random_model
 
 from hardpoint import LLM, SamplingParams
@@ -77,6 +78,56 @@ def test_ranks_that_divide_the_model_are_refused(real_folder):
     )
     with pytest.raises(Exception, match="expected one rank for sequences of the engine's own"):
         LLM(config=config).close()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_first_layers_have_the_logits_of_a_truncated_model(tmp_path, num_layers):
+    reference = write_model(tmp_path / "model")
+    options = {"plugin": {"scores": {"num_layers": num_layers}}}
+    plugins = {"plugins": {"enable": [f"{HERE}:Scores"]}}
+    tokens = [5, 17, 200, 31, 8]
+    with LLM(str(tmp_path / "model"), config=plugins | options, max_model_len=64) as llm:
+        rows = llm.plugins.call_part("scores", "rows", {"a": tokens})
+        part = llm.plugins.call_part("scores", "last", {"a": tokens[:3]})
+    del reference.model.layers[num_layers:]
+    with torch.no_grad():
+        expected = reference.double()(torch.tensor([tokens])).logits[0].float()
+    torch.testing.assert_close(torch.tensor(rows), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(part[0]), expected[2], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_layers", [0, 4])
+def test_a_number_of_layers_that_the_model_lacks_is_refused(real_folder, num_layers):
+    options = {"plugin": {"scores": {"num_layers": num_layers}}}
+    config = _real_config(real_folder, plugins={"enable": [f"{HERE}:Scores"]}, **options)
+    with pytest.raises(Exception, match=rf"num_layers: expected 1\.\.\d, got {num_layers}"):
+        LLM(config=config).close()
+
+
+def test_a_model_that_computes_all_layers_is_refused(tmp_path):
+    write_model(tmp_path / "model")
+    config = {
+        "models": {"use": "transformers"},
+        "plugins": {"enable": [f"{HERE}:Scores"]},
+        "plugin": {"scores": {"num_layers": 1}},
+    }
+    with pytest.raises(Exception, match="num_layers: expected a model that computes 1 layers if"):
+        LLM(str(tmp_path / "model"), config=config, max_model_len=64).close()
+
+
+def test_sequences_of_a_model_with_groups_of_layers_are_those_of_the_engine(tmp_path):
+    types = ["sliding_attention", "full_attention"] * 2
+    write_model(tmp_path / "model", "Gemma3", num_hidden_layers=4, layer_types=types)
+    tokens = [(7 * place) % 251 for place in range(60)]
+    settings = {"plugins": {"enable": [f"{HERE}:Scores"]}}
+    with LLM(str(tmp_path / "model"), config=settings, max_model_len=256) as llm:
+        rows = llm.plugins.call_part("scores", "one by one", {"a": tokens})
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        (output,) = llm.generate([tokens], params)
+    logprobs = torch.tensor(rows).log_softmax(-1)
+    for place, token in enumerate(tokens[1:]):
+        known = output.prompt_logprobs[place + 1][token].logprob
+        assert float(logprobs[place, token]) == known
 
 
 def test_lens_after_the_last_layer_predicts_what_the_model_samples(real_folder):

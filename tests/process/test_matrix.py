@@ -48,6 +48,7 @@ Level = Mapping[str, Any]
 
 HERE = "support.broken.processors"
 PROCESSORS = [f"{HERE}:{name}" for name in ("Bias", "Counter", "Observer", "EndsAt")]
+EVICTING = "support.plugins.evicting:Window"
 OF_THE_BATCH = f"{HERE}:BatchBias"
 RANKS = {"executor": {"use": "multiproc"}}
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -57,6 +58,7 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 257 + len(TAG
 HYBRID = "support.builtins.state_models:HybridModel"  # the scripted model, with a state
 LATE = "support.plugins.late_ops:LateOps"  # tokens reach the host late, as on a GPU
 SCRIPTED = ("scripted", "with states")
+EVICTABLE = ("scripted", "real", "of int8 weights", "of int4 weights")
 SCALES = {"one": 1.0, "scaled": -0.5}  # of the adapter
 REAL = {"attention": {"use": "native_cpu"}}
 ENGINE: dict[str, dict[str, Level]] = {
@@ -150,7 +152,9 @@ REQUEST: dict[str, dict[str, Level]] = {
         "none": {},
         "read": {"plugin_args": {"raw": {"layers": [1]}}},
         "change": {"plugin_args": {"add": {"strength": 0.5}, "raw": {"layers": [2]}}},
+        "exit": {"plugin_args": {"leave": {"every": 3, "threshold": 0.02}}},
     },
+    "eviction": {"none": {}, "window": {"plugin_args": {"window": {"window": 13}}}},
     "prompt": {"of ids": {}, "of embeddings": {}, "of both": {}, "with an image": {}},
     "turns": {"one": {}, "two": {}},
     "completions": {"one": {}, "three": {"n": 3}},
@@ -177,6 +181,7 @@ EXTRAS: dict[tuple[str, str], Level] = {
     ("priority", "its own"): {"priority": -1},
 }
 """What levels of a request are besides parameters."""
+TAPPED = ("read", "change", "exit")
 REFUSED = (
     {
         (("prompt", name), ("logprobs", "of the prompt")): "prompt_logprobs: .*with prompt_embeds"
@@ -234,6 +239,18 @@ REFUSED = (
             ("with an image", "multi_modal_data"),
         )
     }
+    | {
+        (("model", name), ("eviction", "window")): (
+            r"releases blocks of the KV cache .*in each layer, got (sliding|recurrent)"
+        )
+        for name in ENGINE["model"]
+        if name not in EVICTABLE
+    }
+    | {
+        (("stores", "memory"), ("eviction", "window")): (
+            "kv_connector.use: 'stores': expected none, because .*window.* releases blocks"
+        )
+    }
     | {(("turns", "two"), ("completions", "three")): "n: expected 1 in a conversation"}
     | {
         (("processor", "that observes"), ("fork", "half way")): (
@@ -242,7 +259,7 @@ REFUSED = (
     }
     | {
         pair: words
-        for name in ("read", "change")
+        for name in TAPPED
         for pair, words in (
             *(
                 ((("model", model), ("taps", name)), "does not call ModelContext.hooks.added")
@@ -257,17 +274,19 @@ NOT_COMPARED = {
     *((("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name not in SCRIPTED),
     *((("cache", name), ("ranks", "tensor")) for name in ("of int8", "of fp8")),
     *((("ranks", "tensor"), ("adapter", name)) for name in SCALES),
-    *((("ranks", "tensor"), ("taps", name)) for name in ("read", "change")),
+    *((("ranks", "tensor"), ("taps", name)) for name in TAPPED),
     (("ranks", "tensor"), ("prompt", "with an image")),
 }
 """Pairs whose sums are rounded otherwise than alone.
 
-`test_parallel_equality`, `test_adapters_together`, `test_taps_together` and the `test_equality` of
-encoders compare them.
+`test_parallel_equality`, `test_adapters_together`, `test_taps_together`, `test_early_exit` and the
+`test_equality` of encoders compare them.
 """
 NO_FORKS = {(("turns", "two"), ("fork", "half way"))}
 """Turns of conversations have no forks: `test_forks` has how they are refused."""
-APART = REFUSED.keys() | NOT_COMPARED | NO_FORKS
+NO_IMAGES = {(("eviction", "window"), ("prompt", "with an image"))}
+"""The model of images has sliding windows, with which no blocks are released."""
+APART = REFUSED.keys() | NOT_COMPARED | NO_FORKS | NO_IMAGES
 SHORT = 40  # one row in so many is in the short run
 
 
@@ -517,7 +536,8 @@ class Models:
         if name not in self.engines:
             is_scripted = row["model"] in SCRIPTED
             taps = [] if is_scripted else TAPS["enable"]
-            enabled = {"plugins": {"enable": [*PROCESSORS, OF_THE_BATCH, *taps]}}
+            evicting = [EVICTING] if row["model"] in EVICTABLE else []
+            enabled = {"plugins": {"enable": [*PROCESSORS, OF_THE_BATCH, *taps, *evicting]}}
             adapters = {} if is_scripted else self.adapters()
             tree = self.config(row, merged(BASE, COMPACT, enabled, adapters))
             config = typed.convert(tree, EngineConfig, path="")
@@ -761,6 +781,8 @@ def config_of(
     enabled = [*PROCESSORS, OF_THE_BATCH] if row["processor"] == "of the batch" else PROCESSORS
     if row["taps"] != "none":
         enabled = [*enabled, *TAPS["enable"]]
+    if row["eviction"] != "none":
+        enabled = [*enabled, EVICTING]
     config = merged(BASE, {"plugins": {"enable": enabled}}, COMPACT, CANARY)
     levels = (ENGINE[feature][row[feature]] for feature in ENGINE if feature != "model")
     config = merged(config, *levels)

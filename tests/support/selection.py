@@ -41,6 +41,7 @@ _NIGHTLY = (
     "tests/api/test_io_processors.py::*::test_resources",
     "tests/plugins/testing/test_plugin_check.py::test_options_that_the_suite_of_an_author_supplies",
     "tests/plugins/testing/test_io_processor_kit_catches.py::test_correct_components_pass[[]ByHand]",
+    "tests/plugins/testing/test_io_processor_kit_catches.py::test_correct_components_pass[[]Pairs]",
     # What other engines show.
     "tests/test_beams_real.py::test_beams_are_those_of_transformers*",
     "tests/deployment/bench/test_startup.py::test_a_start_by_stage",

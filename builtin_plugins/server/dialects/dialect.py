@@ -14,9 +14,8 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.routes.answers import (
     DONE,
-    engine_id,
+    answer_ids,
     load_token_bytes,
-    new_id,
 )
 from hardpoint.builtin_plugins.server.routes.fields import GenerationFields
 from hardpoint.builtin_plugins.server.service import Service
@@ -121,10 +120,8 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
         if isinstance(body, GenerationFields):
             body = body.resolved()
         model, adapter = await self._service.model(body.model)
-        answer_id = new_id(self.id_prefix, body.request_id)
-        parsed = ParsedRequest(
-            call, body, model, answer_id, engine_id(answer_id, body.request_id), adapter
-        )
+        answer_id, engine_id = answer_ids(self.id_prefix, call, body.request_id)
+        parsed = ParsedRequest(call, body, model, answer_id, engine_id, adapter)
         outputs, answer = await self.begin(parsed)
         if has_logprobs(body):
             await load_token_bytes(self._service.engine.tokenizer)

@@ -18,11 +18,11 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     REFUSED,
     GenerationFields,
     Renaming,
-    check_limits,
     reasoning_variables,
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.images import check_images, with_owner
+from hardpoint.builtin_plugins.server.routes.request_limits import check_limits
 from hardpoint.plugins import RequestError, RequestOutput
 from hardpoint.plugins.server import Call, Route
 from hardpoint.typed import Strict

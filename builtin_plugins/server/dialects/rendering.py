@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.routes.models import json_response
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Route
+from hardpoint.plugins.structured import StructuredOutputs
 
 from .chat.request import ChatCompletionRequest
 from .chat.route import chat_prompt
@@ -57,9 +58,45 @@ class RenderRoute:
             ids = await engine.model.prompt_tokens(prompt)
             length = engine.config.max_model_len
             room = length - len(ids) if isinstance(length, int) else None
-            return rendered_request(body, ids, model, new_id("chatcmpl-", body.request_id), room)
+            rendered = rendered_request(
+                body, ids, model, answer_ids("chatcmpl-", call, body.request_id)[0], room
+            )
+            if (structured := await self._grammar_of_calls(body, prompt)) is not None:
+                rendered = _with_grammar(rendered, structured)
+            return rendered
 
         return json_response(await self._service.run(request, work))
+
+    async def _grammar_of_calls(
+        self, body: ChatCompletionRequest, prompt: Mapping[str, Any]
+    ) -> StructuredOutputs | None:
+        """Return the grammar of calls that are required or strict; None if the model is free.
+
+        Raises:
+            RequestError: the parser of calls gives no such grammar.
+        """
+        tools, choice = body.tools_and_choice()
+        if not tools or choice == "none":
+            return None
+        engine_model, limits = self._service.engine.model, self._service.settings.limits
+        params = body.sampling_params(engine_model.default_sampling_params().for_chat(), limits)
+        constrained = await engine_model.constrained_params(
+            prompt,
+            params,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=body.parallel_tool_calls,
+        )
+        structured = constrained.structured
+        return None if structured is None or structured.structural_tag is None else structured
+
+
+def _with_grammar(request: GenerateRequest, structured: StructuredOutputs) -> GenerateRequest:
+    """Return the request with a grammar in place of the forms of its answer."""
+    forms = dict.fromkeys(request.sampling_params.answer_forms())
+    forms["structured_outputs"] = msgspec.to_builtins(structured)
+    params = msgspec.structs.replace(request.sampling_params, **forms)
+    return msgspec.structs.replace(request, sampling_params=params)
 
 
 def rendered_request(
@@ -75,15 +112,7 @@ def rendered_request(
         token_ids: tokens of the conversation by the chat template.
         model: name of the model or adapter.
         max_tokens: default maximum length of the answer: the rest of the context.
-
-    Raises:
-        RequestError: the request constrains its tool calls, which sampling parameters cannot hold.
     """
-    _, choice = body.tools_and_choice()
-    if choice not in ("auto", "none"):
-        raise RequestError(
-            'tool_choice: expected "auto" or "none", because the rendered request holds no tools'
-        )
     fields: dict[str, Any] = {}
     for name in _SAMPLING:
         value = getattr(body, name, msgspec.UNSET)

@@ -22,8 +22,8 @@ from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.answers import (
     Usage,
     UsageCount,
+    answer_ids,
     check_ended,
-    new_id,
 )
 from hardpoint.builtin_plugins.server.routes.fields import (
     NO_TEMPLATE,
@@ -243,7 +243,7 @@ class SessionRoutes:
         service.check_admission()
         with self._one_more(call.client):
             conversation = service.engine.open_conversation(
-                request_id=new_id("conv-"),
+                request_id=answer_ids("conv-", call, None)[1],
                 keep_last=opening.keep_last,
                 **service.extras(call, opening, adapter),
             )

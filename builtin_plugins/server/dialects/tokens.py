@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.builtin_plugins.server.routes.answers import (
-    EncodedArrays,
     Usage,
     check_ended,
     only,
@@ -33,12 +32,11 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.plugins.requests import AdapterScale, WeightRun
-from hardpoint.toolkit.trace import CompletionTrace
+from hardpoint.plugins.requests import AdapterScale
 from hardpoint.typed import Strict
 
-from .chat.answer import ended
 from .chat.logprobs import ChoiceLogprobs, choice_logprobs
+from .choices import EndedChoice, ended
 from .chunks import ChunkAnswer
 from .dialect import Dialect, ParsedRequest
 
@@ -148,21 +146,11 @@ class GenerateRequest(Strict):
         return fields
 
 
-class GeneratedChoice(msgspec.Struct, kw_only=True):
+class GeneratedChoice(EndedChoice, kw_only=True):
     """One completion, or the new part of it."""
 
-    index: int
     token_ids: list[int]
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
-    warning: str | msgspec.UnsetType = msgspec.UNSET
-    validation_error: str | msgspec.UnsetType = msgspec.UNSET
-    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
-    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
-    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
-    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Generated(msgspec.Struct, kw_only=True):

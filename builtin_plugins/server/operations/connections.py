@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
-import contextlib
-import fcntl
-import termios
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -26,6 +22,8 @@ from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.errors import AnswerError, error_response, unavailable
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 
+from .malformed_http import malformed
+from .slow_readers import WriteWatch
 from .traffic import TrafficRecorder, request_id_of
 from .websockets import WebSocketConnection
 
@@ -74,8 +72,7 @@ class ServerConnection(HttpToolsProtocol):
         self._parts = 0.0  # of a body, less one for each _PART_BYTES
         self._rest = b""
         self._head_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._unsent = 0
+        self._write_watch: WriteWatch | None = None
         self._upgrading = (b"", "")
         self._reads = True
         self._running: RequestResponseCycle | None = None
@@ -85,6 +82,9 @@ class ServerConnection(HttpToolsProtocol):
         """Expect a request, or refuse it if there are too many connections."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self._writer = _Writer(self.transport, self._finish)
+        self._write_watch = WriteWatch(
+            self.transport, self.loop, self._settings.send_seconds, self._is_writing, self._end_slow
+        )
         self._traffic.connected(1)
         open_now = len(self.connections) + self._traffic.connections_elsewhere  # of this address
         beyond = open_now - self._settings.limits.connections
@@ -122,8 +122,9 @@ class ServerConnection(HttpToolsProtocol):
         self._idle_since = None
         self._traffic.connected(-1)
         self._stop_head_timer()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
+        if self._write_watch is not None:
+            self._write_watch.stop()
+            self._write_watch = None  # it holds methods of the connection
         super().connection_lost(exc)
         # Without these it would be held in a circle, with all that it has, until a collection.
         self._rest = b""
@@ -189,7 +190,7 @@ class ServerConnection(HttpToolsProtocol):
                 head = self._without_upgrade()  # which makes another parser
                 self.parser.feed_data(head + data[upgrade.args[0] :])
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as wrong:
-            error, reason = self._refusal or (_malformed(wrong, data), "malformed")
+            error, reason = self._refusal or (malformed(wrong, data), "malformed")
             self._refuse(error, reason)
             return
         limit = self._header_limit
@@ -278,8 +279,8 @@ class ServerConnection(HttpToolsProtocol):
             rest: what has come after the head.
         """
         self._stop_head_timer()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
+        if self._write_watch is not None:
+            self._write_watch.stop()
         self.connections.discard(self)
         self._websocket = WebSocketConnection(
             self._settings, self._traffic, self._receiver, **self._kwargs
@@ -358,9 +359,8 @@ class ServerConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """Let the application write."""
         super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+        if self._write_watch is not None:
+            self._write_watch.stop()
 
     def _await_head(self) -> None:
         self._stop_head_timer()
@@ -453,31 +453,13 @@ class ServerConnection(HttpToolsProtocol):
         self.transport.close()
 
     def _watch_writing(self) -> None:
-        if self._write_timer is None:
-            self._unsent = self._unread()
-            self._write_timer = self.loop.call_later(
-                self._settings.send_seconds, self._check_writing
-            )
+        if self._write_watch is not None:
+            self._write_watch.start()
 
-    def _unread(self) -> int:
-        """Return how much the client has not read, as far as this machine knows."""
-        unsent = self.transport.get_write_buffer_size()
-        number = self.transport.get_extra_info("socket").fileno()
-        if number < 0:
-            return unsent
-        in_kernel = array.array("i", [0])
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(number, termios.TIOCOUTQ, in_kernel)
-        return unsent + in_kernel[0]
+    def _is_writing(self) -> bool:
+        return not self.flow.write_paused and not self.cycle.response_complete
 
-    def _check_writing(self) -> None:
-        self._write_timer = None
-        is_writing = not self.flow.write_paused and not self.cycle.response_complete
-        if is_writing or not self.transport.get_write_buffer_size():
-            return
-        if self._unread() < self._unsent:
-            self._watch_writing()
-            return
+    def _end_slow(self) -> None:
         self._traffic.refused(self.client, None, "slow_reader")
         self.transport.abort()
 
@@ -505,49 +487,3 @@ def _without_chunks(cycle: RequestResponseCycle, send: Send) -> Send:
         await send(message)
 
     return plain
-
-
-_TLS = b"\x16\x03"
-_PROBLEMS = {
-    "CONNECT": "CONNECT is not supported",
-    "Content-Length overflow": "its Content-Length is too large",
-    "Duplicate Content-Length": "it has two Content-Length headers",
-    "Expected CRLF after version": "its lines do not end in CR LF",
-    "Expected HTTP/, RTSP/ or ICE/": "its target is not followed by `HTTP/1.1`",
-    "Expected LF after chunk data": "a chunk is longer than its size",
-    "Invalid HTTP version": "its version is another one",
-    "Invalid character in Content-Length": "its Content-Length is no number",
-    "Invalid character in chunk size": "the size of a chunk is no hexadecimal number",
-    "Invalid header token": "the name of a header has a character that is not allowed",
-    "Invalid header value char": "the value of a header has a control character",
-    "Missing expected CR after header value": "its lines do not end in CR LF",
-    "Missing expected LF after header value": "its lines do not end in CR LF",
-    "Pause on PRI/Upgrade": "it is HTTP/2",
-    "Request has invalid `Transfer-Encoding`": "its Transfer-Encoding is not chunked",
-    "Transfer-Encoding can't be present with Content-Length": (
-        "it has both a Content-Length and a Transfer-Encoding"
-    ),
-    "Unexpected space after start line": "its first header begins with a space",
-}
-"""Problems of requests by the parser's texts."""
-
-
-def _malformed(error: BaseException, data: bytes) -> AnswerError:
-    """Return the answer to a request that is no HTTP.
-
-    Args:
-        error: the parser's.
-        data: in which it was found.
-    """
-    if isinstance(error, httptools.HttpParserCallbackError) and error.__context__ is not None:
-        error = error.__context__
-    if isinstance(error, httptools.HttpParserInvalidURLError):
-        problem: str | None = "its target is no path or URL"
-    elif isinstance(error, httptools.HttpParserInvalidMethodError):
-        problem = "its first word is no method"
-        if data.startswith(_TLS):
-            problem = "it is TLS, which this address does not speak"
-    else:
-        problem = _PROBLEMS.get(str(error))
-    message = "request: expected HTTP/1.1" + (f"; {problem}" if problem else "")
-    return AnswerError(400, message, code="malformed_http")

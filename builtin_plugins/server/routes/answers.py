@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import functools
+import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -22,9 +23,13 @@ from hardpoint.builtin_plugins.server.field_names import is_of_grammar
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import PartArray
+from hardpoint.plugins.server import Call
 from hardpoint.typed import shown
 
 T = TypeVar("T")
+
+_ANSWER_ID = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+"""Ids of HTTP requests that may be a part of the id of an answer, and so of a path."""
 
 DONE = b"data: [DONE]\n\n"
 """The end marker of OpenAI's streams."""
@@ -198,16 +203,28 @@ def check_ended(completion: CompletionOutput) -> None:
     )
 
 
-def engine_id(answer_id: str, request_id: str | None) -> str:
-    """Return the id of a request in the engine: its answer's, made unique if the request gave it.
+def answer_ids(prefix: str, call: Call, request_id: str | None) -> tuple[str, str]:
+    """Return the id of an answer, and the id of its request in the engine.
 
-    Any number of requests may give one id.
+    The latter contains the id of the HTTP request, without `req-`, so that a search for it finds
+    the access log, the engine's log and journals. So does the answer's, unless the body names it.
+
+    Args:
+        prefix: comes before the id of an answer.
+        call: the HTTP request.
+        request_id: id in the body; any number of requests may have it.
     """
-    return answer_id if request_id is None else f"{answer_id}-{secrets.token_hex(4)}"
+    trace = call.request_id.removeprefix("req-")
+    if "x-request-id" in call.headers:  # clients may repeat it
+        trace = f"{trace}-{secrets.token_hex(4)}"
+    if request_id is None and _ANSWER_ID.fullmatch(trace):
+        return prefix + trace, prefix + trace
+    answer_id = new_id(prefix, request_id)
+    return answer_id, f"{answer_id}-{trace}"
 
 
 def new_id(prefix: str, request_id: str | None = None) -> str:
-    """Return the id of an answer: the id of the request, or a random one."""
+    """Return an id: of the request, or a random one."""
     return f"{prefix}{request_id or secrets.token_hex(12)}"
 
 

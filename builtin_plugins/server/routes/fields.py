@@ -25,6 +25,8 @@ from hardpoint.toolkit.trace import asking_for_trace
 from hardpoint.typed import Strict, shown
 
 from .compatibility_fields import CompatibilityFields, thinking_variables
+from .request_limits import check_limits, too_many
+from .response_formats import ResponseFormat, structured_fields
 
 _ANY_CASE = "it is for the provider's own platform"
 
@@ -88,43 +90,6 @@ class StreamOptions(Strict):
     include_progress: bool = False
 
 
-class TextFormat(Strict, tag_field="type", tag="text"):
-    """Any text."""
-
-
-class JsonObjectFormat(Strict, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-
-class NamedSchema(Strict):
-    """A JSON schema with a name.
-
-    Attributes:
-        strict: whether every keyword must be enforced; if not, keywords that cannot be are checked
-            when the answer is finished.
-    """
-
-    name: str = "answer"
-    schema: dict[str, Any] | bool | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
-class JsonSchemaResponseFormat(Strict, tag_field="type", tag="json_schema"):
-    """JSON of a schema."""
-
-    json_schema: NamedSchema
-
-
-class StructuralTagFormat(Strict, tag_field="type", tag="structural_tag"):
-    """A text made of parts, see `StructuredOutputs.structural_tag`."""
-
-    format: Any = None
-    structures: Any = None
-    triggers: Any = None
-
-
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaResponseFormat | StructuralTagFormat
 Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
@@ -216,7 +181,7 @@ class GenerationFields(CompatibilityFields):
         if limit is not None:
             given_tokens = fields.get("max_tokens")  # the model's default is no fault of theirs
             if given_tokens is not None and given_tokens > limit:
-                raise _too_many(self.limit_field, limit, given_tokens)
+                raise too_many(self.limit_field, limit, given_tokens)
             limit = min(params.max_tokens or limit, limit)
             params = msgspec.structs.replace(params, max_tokens=limit)
         return params
@@ -331,7 +296,7 @@ class SamplingFields(GenerationFields):
             f"guided_{name}": {name: value} for name, value in guided.items() if value is not None
         }
         forms |= super().answer_forms()
-        if (answer_format := _asked_format(self.response_format)) is not None:
+        if (answer_format := structured_fields(self.response_format)) is not None:
             forms["response_format"] = answer_format
         return forms
 
@@ -406,84 +371,6 @@ _SAME_NAME = (
     "include",
 )
 """Fields that SamplingParams has under the same names."""
-
-
-def check_limits(body: Any, limits: ServerLimits) -> None:
-    """Check the numbers of a request against the server's limits.
-
-    Raises:
-        RequestError: naming the field, the limit and its place in the configuration.
-    """
-    for name, limit, amount in _amounts(body, limits):
-        if amount > limit:
-            raise _too_many(name, limit, amount)
-    for name in _WORDS:
-        texts = getattr(body, name, None) or ()
-        texts = (texts,) if isinstance(texts, str) else texts
-        if isinstance(texts, msgspec.UnsetType):
-            continue
-        if (total := sum(map(len, texts))) > _MOST_CHARACTERS:
-            raise RequestError(
-                f"{name}: expected at most {_MOST_CHARACTERS} characters in all texts together, "
-                f"got {total}"
-            )
-    grammars = {name: getattr(body, name, None) for name in _GRAMMARS}
-    if isinstance(answer_format := grammars["response_format"], JsonSchemaResponseFormat):
-        grammars["response_format"] = answer_format.json_schema.schema
-    for name, value in grammars.items():
-        if value is None:
-            continue
-        if (size := len(msgspec.json.encode(value))) > limits.schema_bytes:
-            raise RequestError(
-                f"{name}: expected at most {limits.schema_bytes} bytes of JSON on this server, "
-                f"got {size}"
-            )
-
-
-_MOST_NAMES = 20
-_WORDS, _MOST_CHARACTERS = ("stop", "stop_sequences", "bad_words"), 1 << 16
-"""Fields whose texts are compared with each token; each completion has tokens of its own."""
-
-_GRAMMARS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "regex",
-    "ebnf",
-    "grammar",
-    "json_schema",
-    "tools",
-)
-"""Fields that are schemas or grammars, or hold them."""
-
-
-def _amounts(body: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
-    def size(name: str) -> int:
-        value = getattr(body, name, None)
-        return len(value) if isinstance(value, list | dict) else 0
-
-    def number(name: str) -> int:
-        value = getattr(body, name, None)
-        return value if isinstance(value, int) and not isinstance(value, bool) else 0
-
-    return [
-        ("n", limits.n, number("n")),
-        ("logprobs", limits.logprobs, number("logprobs")),
-        ("top_logprobs", limits.logprobs, number("top_logprobs")),
-        ("prompt_logprobs", limits.logprobs, number("prompt_logprobs")),
-        ("stop", limits.stop, size("stop")),
-        ("stop_token_ids", limits.stop, size("stop_token_ids")),
-        ("bad_words", limits.bad_words, size("bad_words")),
-        ("logit_bias", limits.logit_bias, size("logit_bias")),
-        ("allowed_token_ids", limits.logit_bias, size("allowed_token_ids")),
-        ("stop_sequences", limits.stop, size("stop_sequences")),
-        ("messages", limits.messages, size("messages")),
-        ("input", limits.messages, size("input")),
-        ("tools", limits.tools, size("tools")),
-    ]
 
 
 def check_known(name: str, known: Sequence[Any], path: str) -> None:
@@ -561,8 +448,7 @@ async def renamed(
         raise type(error)(message) from error
 
 
-def _too_many(name: str, limit: int, amount: int) -> RequestError:
-    return RequestError(f"{name}: expected at most {limit} on this server, got {amount}")
+_MOST_NAMES = 20
 
 
 def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
@@ -572,18 +458,3 @@ def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
         more = f" and {len(wrong) - _MOST_NAMES} others" if len(wrong) > _MOST_NAMES else ""
         raise RequestError(f"logit_bias: expected token ids as keys, got {names}{more}")
     return {int(key): value for key, value in bias.items()}
-
-
-def _asked_format(answer_format: ResponseFormat | None) -> dict[str, Any] | None:
-    match answer_format:
-        case JsonObjectFormat():
-            return {"json_object": True}
-        case JsonSchemaResponseFormat():
-            schema = answer_format.json_schema.schema
-            if schema is None:
-                raise RequestError("response_format.json_schema.schema: missing")
-            return {"json": schema, "lenient": answer_format.json_schema.strict is not True}
-        case StructuralTagFormat():
-            tag = msgspec.to_builtins(answer_format)
-            return {"structural_tag": {k: v for k, v in tag.items() if v is not None}}
-    return None

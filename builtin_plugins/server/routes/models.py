@@ -234,7 +234,7 @@ class StatusRoutes:
             raise no_route(request.url.path, ["/v1/models"])
         served = next((model for model in await self._models() if model.id == name), None)
         if served is None:
-            raise self._service.no_model(name)
+            raise await self._service.no_model_or_adapter(name)
         return json_response(served)
 
     async def health(self, request: Request) -> Response:

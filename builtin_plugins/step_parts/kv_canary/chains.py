@@ -32,6 +32,7 @@ class TokenChain:
         request_id: the request.
         length: known tokens.
         block_ids: its block table as planned, one per group.
+        places: index of the block of each column, with the released ones counted.
         adapter: name of its adapter; empty if it has none.
     """
 
@@ -39,6 +40,8 @@ class TokenChain:
         """Begin without tokens; there is room for `max_model_len`."""
         self.request_id, self.length = source.request_id, 0
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
+        self.places: list[int] = []
+        self._num_blocks = 0
         self.adapter = "" if source.lora is None else source.lora.name
         self.seed = np.array([_hash_of(sharing_key(source))], dtype=np.uint64)
         self._sums = np.empty(max_model_len, dtype=np.uint64)
@@ -79,6 +82,20 @@ class TokenChain:
         """Append blocks to the tables of all groups."""
         for table, new in zip(self.block_ids, block_ids, strict=False):
             table += new
+        count = len(block_ids[0]) if block_ids else 0
+        self.places += range(self._num_blocks, self._num_blocks + count)
+        self._num_blocks += count
+
+    def release_columns(self, columns: Sequence[tuple[int, int]]) -> None:
+        """Remove columns from the tables, one range after the other."""
+        for first, end in columns:
+            for table in (*self.block_ids, self.places):
+                del table[first:end]
+
+    @property
+    def num_released(self) -> int:
+        """Number of blocks that left the tables."""
+        return self._num_blocks - len(self.places)
 
     def sums_of(self, tokens: Ints, start: int) -> UInts:
         """Return the sums at the positions of tokens that follow the first `start` known ones."""
@@ -127,10 +144,14 @@ class KnownChains:
             chain = TokenChain(new.source, *self._sizes)
             chain.append([*new.source.prompt_token_ids, *new.output_token_ids])
             chain.extend_blocks(new.block_ids)
+            chain.release_columns(new.released_columns)
             self._chains[chain.request_id] = chain
         for request_id, block_ids in plan.cached_requests.new_block_ids.items():
             if (known := self.get(request_id)) is not None:
                 known.extend_blocks(block_ids)
+        for request_id, columns in plan.cached_requests.released_columns.items():
+            if (known := self.get(request_id)) is not None:
+                known.release_columns(columns)
         for request_id, drafts in plan.draft_token_ids.items():
             if (known := self.get(request_id)) is not None:
                 self._drafted[request_id] = known.length, known.entries(drafts)[known.length :]

@@ -128,7 +128,9 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
         tokens, lens = packed.token_ids.cpu().numpy(), packed.lens.tolist()
         written = np.zeros_like(tokens)
         for sequence, (first, end), length in zip(self._step, spans, lens, strict=False):
-            start = length - (end - first)  # `hidden` checks it
+            assert self._cache is not None, "cache_allocated() comes first"
+            released = sequence.chain.num_released * self._cache.block_size
+            start = length + released - (end - first)  # `hidden` checks it
             known = min(start, sequence.chain.length)
             sums = sequence.chain.sums_of(tokens[first:end], known)
             written[first:end] = entries_of(sums, start)
@@ -169,9 +171,11 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
         assert cache is not None, "cache_allocated() comes first"
         window, size = cache.windows[group], cache.block_size
         first = 0 if window is None else max(0, sequence.start - window + 1)
-        positions = np.arange(first, min(len(sequence.entries), len(table) * size))
-        columns = positions // size
-        slots = table[columns] * size + positions % size
+        released = chain.num_released * size
+        rows = np.arange(first, min(len(sequence.entries) - released, len(table) * size))
+        columns, offsets = rows // size, rows % size
+        positions = np.asarray(chain.places, dtype=np.int64)[columns] * size + offsets
+        slots = table[columns] * size + offsets
         planned = np.asarray(chain.block_ids[group], dtype=np.int64)[columns]
         actual = self._entries[group][:, torch.from_numpy(slots).to(self._device)].cpu().numpy()
         expected = sequence.entries[positions]
@@ -191,11 +195,11 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
                 self._chains.describe(int(other[0]), chain, position) if len(other) else "its own"
             )
             text = f"{where} has keys and values at position {position} that are {cause}"
-        elif length != sequence.end:
-            block = int(table[(sequence.end - 1) // size])
+        elif length + released != sequence.end:
+            block = int(table[(sequence.end - released - 1) // size])
             text = (
                 f"block {block} of request {chain.request_id!r} is filled up to position "
-                f"{length - 1}, expected {sequence.end - 1}, as planned"
+                f"{length + released - 1}, expected {sequence.end - 1}, as planned"
             )
         else:
             return

@@ -44,6 +44,7 @@ class RequestFigures:
         "ended",
         "first_token_at",
         "index",
+        "is_pooled",
         "last_token_at",
         "num_cached_tokens",
         "num_external_tokens",
@@ -64,6 +65,7 @@ class RequestFigures:
         self.request_id = request.external_req_id or request.request_id
         self.tags, self.params, self.index = request.tags, request.params, request.child_index
         self.trace_headers = request.trace_headers
+        self.is_pooled = request.pooling_params is not None
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens = self.num_external_tokens = 0
         resumed = request.resumed
@@ -152,20 +154,26 @@ class Statistics(OutputObserver):
             request.num_external_tokens = output.prefill_stats.num_external_tokens
         new = num_tokens - request.num_generation_tokens
         if new <= 0:
+            if request.is_pooled and output.finish_reason is FinishReason.STOP:
+                self._add_prompt(request)
             return
         stats, now = self._stats, self._engine_now
         if request.last_token_at is None:
             request.first_token_at = now
             request.time_to_first_token = self._now - request.arrived
             stats.time_to_first_token.append(request.time_to_first_token)
-            stats.num_prompt_tokens += request.num_prompt_tokens
-            stats.num_cached_tokens += request.num_cached_tokens
-            stats.num_external_tokens += request.num_external_tokens
+            self._add_prompt(request)
         else:
             stats.inter_token_latency.append(now - request.last_token_at)
         request.last_token_at = now
         request.num_generation_tokens = num_tokens
         stats.num_generation_tokens += new
+
+    def _add_prompt(self, request: RequestFigures) -> None:
+        stats = self._stats
+        stats.num_prompt_tokens += request.num_prompt_tokens
+        stats.num_cached_tokens += request.num_cached_tokens
+        stats.num_external_tokens += request.num_external_tokens
 
     def end(self, state: RequestFigures, reason: FinishReason) -> RequestMetrics | None:
         """Record the end of a request, once; return its metrics if outputs carry them."""

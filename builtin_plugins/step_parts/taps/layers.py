@@ -98,6 +98,7 @@ class TapsInLayers(WorkerStep, ResidualStream):
         self._last_form: dict[str, tuple[torch.dtype, list[int]]] = {}
         self._rows: StepRows | None = None
         self._calls: dict[tuple[str, TapSite], _TapCall] = {}
+        self._exited: torch.Tensor | None = None  # tokens of all users that skip later layers
         self._missing: set[tuple[str, TapSite]] = set()
         self._read: list[tuple[str, str, torch.Tensor]] = []
         self._report = TapReport()
@@ -149,7 +150,7 @@ class TapsInLayers(WorkerStep, ResidualStream):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Call the taps of a layer after one of its branches; return their changes."""
         if self._rows is not rows:
-            self._rows, self._calls = rows, dict(self._calls_of(rows))
+            self._rows, self._calls, self._exited = rows, dict(self._calls_of(rows)), None
         before, added = residual, delta
         for place in _PLACES[branch]:
             for (name, site), call in self._calls.items():
@@ -158,6 +159,10 @@ class TapsInLayers(WorkerStep, ResidualStream):
                     residual, delta = self._at(name, site, call, residual, delta)
         is_changed = residual is not before or delta is not added
         return (residual, delta) if is_changed else None
+
+    def skips(self, layer: int, rows: StepRows) -> torch.Tensor | None:  # noqa: ARG002
+        """Return the tokens for which a tap has ended the layers of the step."""
+        return self._exited if self._rows is rows else None
 
     def _calls_of(self, rows: StepRows) -> Iterator[tuple[tuple[str, TapSite], _TapCall]]:
         """Yield the calls of a step, in the order of the taps."""
@@ -210,10 +215,20 @@ class TapsInLayers(WorkerStep, ResidualStream):
                 residual, delta = _with(residual, values, call), _with(delta, None, call)
             else:
                 delta = _with(delta, values, call)
+        if is_sum:
+            for places, exits in self._called(tap, "exits", site, values, call):
+                self._exit(exits, places, call)
         if self._reports:
             for places, values_read in self._called(tap, "read", site, values, call):
                 self._keep(_key(tap, site), values_read, places, call)
         return residual, delta
+
+    def _exit(self, exits: torch.Tensor, places: range, call: _TapCall) -> None:
+        starts, num_tokens = call.rows.starts, self._rows.starts[-1] if self._rows else 0
+        span = slice(starts[places.start], starts[places.stop])
+        exited = exits.new_zeros(num_tokens) if self._exited is None else self._exited.clone()
+        exited[span if call.indices is None else call.indices[span]] |= exits
+        self._exited = exited
 
     def _called(
         self, tap: ActivationTap, method: str, site: TapSite, values: torch.Tensor, call: _TapCall
@@ -305,6 +320,11 @@ class TapsInLayers(WorkerStep, ResidualStream):
             return None
         if not isinstance(result, torch.Tensor):
             raise _FailedError(f"{method}() gave {type(result).__name__}, expected a tensor")
+        if method == "exits":
+            if result.dtype is not torch.bool or result.shape != values.shape[:1]:
+                form = f"{result.dtype} {list(result.shape)}"
+                raise _FailedError(f"exits() gave {form}, expected torch.bool [{len(values)}]")
+            return result
         if method == "change":
             if result.shape != values.shape:
                 raise _FailedError(

@@ -45,8 +45,9 @@ class NamedTap:
 
     @property
     def writes(self) -> bool:
-        """Whether it changes hidden states."""
-        return self.cls.change is not ActivationTap.change
+        """Whether it changes hidden states, or which layers compute them."""
+        is_plain = self.cls.change is ActivationTap.change
+        return not is_plain or self.cls.exits is not ActivationTap.exits
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ class CompletionStream:
     The cost of a token does not grow with the text: pieces are joined on output, and stop strings
     are searched for at the end only.
 
+    Args:
+        decoder: a stream of the tokenizer; None leaves the texts empty.
+        interval: outputs between the first and the last wait for so many new tokens.
+
     Attributes:
         token_ids: token ids of the completion so far; for deltas, the new ones.
         num_shown: how many token ids the outputs so far have.
@@ -50,12 +54,6 @@ class CompletionStream:
         interval: int = 1,
         readers: Sequence[BoundReader] = (),
     ) -> None:
-        """Start with nothing.
-
-        Args:
-            decoder: a stream of the tokenizer; None leaves the texts empty.
-            interval: outputs between the first and the last wait for so many new tokens.
-        """
         self.token_ids: list[int] = []
         self.num_shown = 0
         self.stop_string: str | None = None
@@ -170,11 +168,7 @@ class CompletionStream:
         return token_ids
 
     def _is_ended(self) -> bool:
-        """Let readers read the new text in which no stop string may begin; return whether one ends.
-
-        Raises:
-            PluginFaultError: one failed.
-        """
+        """Let readers read new text in which no stop string may begin; return whether one ends."""
         text = "".join(self._pieces)
         end = len(text) - (len(self._tail) if self._stops and not self._keep_stop else 0)
         new, self._num_read = text[self._num_read : end], max(end, self._num_read)

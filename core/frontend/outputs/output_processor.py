@@ -56,12 +56,6 @@ class OutputProcessor:
         stream_interval: int = 1,
         step_parts: FrontendParts | None = None,
     ) -> None:
-        """The tokenizer decodes all texts.
-
-        Args:
-            stream_interval: outputs between the first and the last wait for so many new tokens.
-            step_parts: observe all outputs, and validate answers.
-        """
         self._tokenizer = tokenizer
         self._step_parts = step_parts or FrontendParts()
         self._observers = self._step_parts.observers
@@ -153,10 +147,6 @@ class OutputProcessor:
         """Return which completion of its prompt an internal id is."""
         return self._states[request_id].index
 
-    def parents(self) -> list[ParentRequest]:
-        """Return every live prompt."""
-        return list(self.parents_of(None))
-
     def parents_of(self, request_ids: Collection[str] | None) -> dict[ParentRequest, set[str]]:
         """Return the live prompts of internal ids, with the plugins that get arguments of them.
 
@@ -184,7 +174,7 @@ class OutputProcessor:
             if state is not None:
                 self._remove(request_id, state, reason)
                 with logged_after("its request has ended"):
-                    state.close()
+                    state.close(reason)
 
     def _remove(self, request_id: str, state: RequestState, reason: FinishReason) -> None:
         """Forget a request; its last output, if it has one, closes it."""

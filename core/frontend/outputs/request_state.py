@@ -115,6 +115,12 @@ _UNANSWERED = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
 class RequestState:
     """One request's text, tokens and log-probabilities so far.
 
+    Args:
+        prompt: its text, if it was given as text.
+        formats: formats of its outputs; None without any.
+        stream_interval: outputs between the first and the last wait for so many new tokens.
+        validate: returns the flaw of the whole answer, where the request is lenient.
+
     Attributes:
         observed: states that observers have of it.
         metrics: for its last output.
@@ -138,14 +144,6 @@ class RequestState:
         formats: OutputFormats | None = None,
         validate: Callable[[str], str | None] | None = None,
     ) -> None:
-        """Start with nothing.
-
-        Args:
-            prompt: its text, if it was given as text.
-            formats: formats of its outputs; None without any.
-            stream_interval: outputs between the first and the last wait for so many new tokens.
-            validate: returns the flaw of the whole answer, where the request is lenient.
-        """
         params = request.params
         self.parent = parent
         self.finish_reason: FinishReason | None = None
@@ -251,12 +249,7 @@ class RequestState:
                 self._part_arrays.setdefault((part, key), []).extend(new)
 
     def _go_on(self, token_ids: list[int]) -> None:
-        """Begin after outputs that the caller has.
-
-        Raises:
-            RequestError: they end the request.
-            PluginFaultError: the tokenizer or a step part failed.
-        """
+        """Begin after outputs that the caller has."""
         try:
             stream = self._stream = self._new_stream()
             stream.push(list(token_ids), None)
@@ -273,9 +266,6 @@ class RequestState:
 
         Args:
             is_first: whether an output of the engine follows; else there is no text to read.
-
-        Raises:
-            PluginFaultError: a format failed.
         """
         params, index = self._request.params, self._request.child_index
         readers: Sequence[BoundReader] = ()
@@ -317,11 +307,11 @@ class RequestState:
         with logged_after("its request has failed"):
             self.close()
 
-    def close(self) -> None:
-        """Hold the formats no longer."""
+    def close(self, reason: FinishReason = FinishReason.ERROR) -> None:
+        """Hold the formats no longer; `reason` is why the request ends, if nothing has ended it."""
         if (formats := self._formats) is not None:
             self._formats = None
-            formats.close()
+            formats.close(self.finish_reason or reason)
 
     def _stopped_by(self, stop: str | dict[str, Any], *, has_tokens: bool = False) -> None:
         """Record a stop string or a reader's reason of the end, unless a fault ended the request.

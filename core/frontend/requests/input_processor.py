@@ -106,6 +106,12 @@ _POOLED = SamplingParams(max_tokens=1, seed=0, output_kind=RequestOutputKind.FIN
 class InputProcessor:
     """Checks parameters, tokenizes prompts, resolves plugin arguments. Sends nothing.
 
+    Args:
+        seed: makes the seeds of requests without one repeatable.
+        in_process: whether the workers are in this process, so that callables reach them.
+        share_params: whether the lists of parameters, then read-only, are those of the request
+            before where both have equal parameters.
+
     Attributes:
         tokenizer: the model's tokenizer.
     """
@@ -122,14 +128,6 @@ class InputProcessor:
         in_process: bool = True,
         share_params: bool = True,
     ) -> None:
-        """Use the tokenizer and the model's limits.
-
-        Args:
-            seed: makes the seeds of requests without one repeatable.
-            in_process: whether the workers are in this process, so that callables reach them.
-            share_params: whether the lists of parameters, then read-only, are those of the request
-                before where both have equal parameters.
-        """
         self._model_config = model_config
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len

@@ -58,6 +58,8 @@ _SHAPING_FIELDS = (
 )
 """Fields of SamplingParams that only a logits processor can honour."""
 
+_PARSERS = ("reasoning_parser", "tool_parser")
+
 
 class CallRules(typed.Strict):
     """Which calls of tools a grammar allows.
@@ -76,7 +78,11 @@ class CallRules(typed.Strict):
 
 
 class PluginArguments:
-    """Gathers, checks and completes each request's arguments for each component."""
+    """Gathers, checks and completes each request's arguments for each component.
+
+    Args:
+        parts: frontend halves of step parts, which complete requests.
+    """
 
     def __init__(
         self,
@@ -86,11 +92,6 @@ class PluginArguments:
         tokenizer: Tokenizer,
         parts: FrontendParts,
     ) -> None:
-        """Load the classes; instances live elsewhere.
-
-        Args:
-            parts: frontend halves of step parts, which complete requests.
-        """
         self._parts = parts
         self._health = health
         self._vocab_size = vocab_size
@@ -153,7 +154,6 @@ class PluginArguments:
         Also fills in `reasoning_ended`, and the fields for step parts.
 
         Args:
-            request: to fill in.
             tools: JSON schemas of arguments, by the name of the tool.
             calls: calls of the tools that a grammar allows.
 
@@ -228,7 +228,7 @@ class PluginArguments:
             formats.hold()
         markers = None if formats is None else formats.markers
         try:
-            if _is_answered_alike(request.params, before.params):
+            if _are_equal(request.params, before.params, ("structured", *_PARSERS)):
                 request.reasoning_markers = before.reasoning_markers
             else:
                 request.reasoning_markers = None
@@ -242,11 +242,7 @@ class PluginArguments:
 
     def _is_read_alike(self, request: EngineCoreRequest, before: EngineCoreRequest) -> bool:
         """Return whether the formats of outputs are the same after a hook changed a request."""
-        now, was = request.params, before.params
-        return (now.reasoning_parser, now.tool_parser) == (
-            was.reasoning_parser,
-            was.tool_parser,
-        ) and all(
+        return _are_equal(request.params, before.params, _PARSERS) and all(
             request.plugin_args.get(taker.key) == before.plugin_args.get(taker.key)
             for taker in self._named_takers
         )
@@ -254,12 +250,8 @@ class PluginArguments:
     def _formats(
         self, request: EngineCoreRequest, requested: RequestedCalls | None
     ) -> OutputFormats | None:
-        """Return the formats of a request's outputs; None without any.
-
-        Raises:
-            RequestError: a part refuses the request, or no part supports its fields.
-        """
-        for field in ("reasoning_parser", "tool_parser"):
+        """Return the formats of a request's outputs; None without any."""
+        for field in _PARSERS:
             name = getattr(request.params, field)
             if name not in (None, "none") and f"{field}s" not in self._parts.named_components:
                 raise RequestError(
@@ -358,12 +350,7 @@ class PluginArguments:
                 taker.checked(plugin_args[taker.key])
 
     def _located(self, plugin_args: Mapping[str, Any]) -> dict[str, Given]:
-        """Return the arguments that a request gives, by the key of the component that they are for.
-
-        Raises:
-            RequestError: they are for no component that takes any, for one of several, or two are
-                for the same.
-        """
+        """Return the arguments that a request gives, by the key of their component."""
         located: dict[str, Given] = {}
         for name, value in plugin_args.items():
             path = f"plugin_args.{name}"
@@ -421,8 +408,7 @@ def _requested_calls(
     )
 
 
-def _is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:
-    fields = ("structured", "reasoning_parser", "tool_parser")
+def _are_equal(params: SamplingParams, before: SamplingParams, fields: Iterable[str]) -> bool:
     return all(getattr(params, name) == getattr(before, name) for name in fields)
 
 

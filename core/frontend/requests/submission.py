@@ -198,11 +198,7 @@ class Submitter:
             )
 
     def _internal_id(self, request_id: str, n: int) -> str:
-        """Return an id that no live request has.
-
-        Raises:
-            RequestError: random ids are off, and this id is in use.
-        """
+        """Return an id that no live request has."""
         if self._random_ids:
             internal = request_id
             while internal == request_id or self._output.is_live(internal):
@@ -228,10 +224,6 @@ def _with_outputs(
         values: token ids of the output of each so far, None for one that has ended; None for a
             prompt without any.
         check: raises a RequestError for a request that cannot go on.
-
-    Raises:
-        RequestError: the outputs are of another form, of another number, or none can be gone on
-            with.
     """
     if values is None:
         return children

@@ -25,7 +25,6 @@ def planned_drafts(
     """Return the drafts of each request, and the index of each row's token.
 
     Args:
-        requests: requests to sample.
         last: last token of each in the step.
     """
     drafts: list[list[int]] = []
@@ -60,7 +59,6 @@ class DraftRows:
         """Sample nothing yet.
 
         Args:
-            requests: requests to sample.
             drafts: drafts of each; may be empty.
             recompute: returns the logits of all rows.
             mask: mask of the rows that a grammar constrains.
@@ -154,8 +152,6 @@ class DraftRows:
 
         Args:
             accepted: number of accepted drafts of each request, without a `defect`.
-            append: appends a token to a request in the batch.
-            output: gets the tokens.
         """
         pipeline = self._stage.pipeline
         remaining: list[tuple[LogitsRequest, list[_Sampled]]] = []

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from hardpoint.core.worker.step_input import StepInput
-from hardpoint.host.system.transfers import fetch
+from hardpoint.core.worker.input_batch import StepInput
 from hardpoint.plugins.device import to_device
+from hardpoint.plugins.process.device import HostCopy
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.toolkit.logits_calls.logprobs import logprob_tensors, token_logprobs
 
@@ -36,8 +36,6 @@ def prompt_logprobs(
     """Return the log-probabilities of the prompt tokens that a step predicts, by request.
 
     Args:
-        step: step with computed hidden states.
-        device: device of the logits.
         compute_logits: returns float32 logits of rows of the step; the next call may overwrite
             them.
     """
@@ -67,7 +65,7 @@ def prompt_logprobs(
 
 
 def _read(held: list[_Part]) -> None:
-    lists = iter(fetch([tensor for part in held for tensor in part.tensors]))
+    lists = iter(HostCopy([tensor for part in held for tensor in part.tensors]).read())
     for part in held:
         values = [next(lists) for _ in part.tensors]
         part.entries.extend(token_logprobs(values, part.tokens, part.counts))

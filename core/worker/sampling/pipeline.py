@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -27,6 +28,11 @@ from .grammar_mask import GrammarMask
 class LogitsPipeline:
     """Runs processors in their order. A processor that no row uses costs nothing in a step.
 
+    Args:
+        runners: in the order in which they run.
+        sampler: keeps the states of the sampler; None without any.
+        observed_states: states of requests from before; None if there are none.
+
     Attributes:
         runners: runners of all processors, in the order in which they run.
         batch_size: rows of the worker's batch.
@@ -42,13 +48,6 @@ class LogitsPipeline:
         observed_states: ObservedStates | None = None,
         sampler: ProcessorRunner | None = None,
     ) -> None:
-        """Join processors.
-
-        Args:
-            runners: in the order in which they run.
-            sampler: keeps the states of the sampler; None without any.
-            observed_states: states of requests from before; None if there are none.
-        """
         self.observed_states = ObservedStates() if observed_states is None else observed_states
         self.batch_size = 0
         self._device = device
@@ -216,7 +215,6 @@ class LogitsPipeline:
         Args:
             requests: requests of the rows of `observing_rows` that got a token, their last one.
             tokens: on the host.
-            seen: distributions of the tokens.
 
         Returns:
             The requests that end.
@@ -271,23 +269,15 @@ class LogitsPipeline:
 
         Args:
             source: the request, or its view after the drafts before.
-            draft: the token.
             row: row that `fork_device_state` will fill.
             seen: distribution of the token, for processors that observe; None without such ones.
         """
-        view = LogitsRequest(
-            request_id=source.request_id,
-            prompt_token_ids=source.prompt_token_ids,
+        view = replace(
+            source,
             output_token_ids=ReadOnlyList([*source.output_token_ids, draft]),
-            params=source.params,
-            stop_token_ids=source.stop_token_ids,
-            child_index=source.child_index,
-            arguments=source.arguments,
             row=row,
-            sampler_arguments=source.sampler_arguments,
             draft_of=source.draft_of or source,
             state=ReadOnlyDict(),
-            generation=source.generation,
         )
         for name, state in source.state.items():
             runner = self._runner_of(name, source)

@@ -86,6 +86,7 @@ class _StepRows:
     """The rows of a step, for as long as they stay the same.
 
     Attributes:
+        requests: one per row.
         with_logprobs: rows of requests that ask for log-probabilities.
         logprob_counts: how many most likely tokens each of these asks for.
         given: the tokens that each of these names.
@@ -100,7 +101,7 @@ class _StepRows:
         draws: bool,
     ) -> None:
         self._key = key
-        self._requests = list(requests)
+        self.requests = list(requests)
         self._device = device
         greedy = [r.params.greedy for r in requests]
         self._greedy = to_device(greedy, device)
@@ -123,12 +124,9 @@ class _StepRows:
         if len(all_params) < len(requests):
             self._logprob_index = to_device(self.with_logprobs, device)
 
-    def are_of(self, requests: Sequence[LogitsRequest]) -> bool:
-        return self._requests == requests  # compares identities: LogitsRequest has no equality
-
     def for_sampler(self) -> SamplingRows:
-        count = len(self._requests)
-        lengths = (len(request.output_token_ids) for request in self._requests)
+        count = len(self.requests)
+        lengths = (len(request.output_token_ids) for request in self.requests)
         return SamplingRows(
             self._greedy,
             self._all_greedy,
@@ -137,7 +135,7 @@ class _StepRows:
             to_device(np.fromiter(lengths, np.int64, count), self._device),
             self._arguments,
             self._columns,
-            [request.state.get(self._key) for request in self._requests] if self._key else (),
+            [request.state.get(self._key) for request in self.requests] if self._key else (),
         )
 
     def of_logprobs(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -157,6 +155,10 @@ class SamplingStage:
     - check, repeated while a row is bad: for each row without a finite choice, its processors are
       tried on that row alone, and run row by row in all other rows; rows are checked after each
       batch-level processor.
+
+    Args:
+        copy_to_host: see `Ops`.
+        processed_logprobs: whether log-probabilities are of the processed logits.
     """
 
     def __init__(
@@ -169,13 +171,6 @@ class SamplingStage:
         calls: PluginCalls | None = None,
         copy_to_host: Callable[[Sequence[torch.Tensor]], HostCopy] = HostCopy,
     ) -> None:
-        """Join processors and sampler.
-
-        Args:
-            copy_to_host: see `Ops`.
-            device: device of the logits.
-            processed_logprobs: whether log-probabilities are of the processed logits.
-        """
         self._copy_to_host = copy_to_host
         self._sample = sampler.sample
         if calls is not None:
@@ -218,7 +213,7 @@ class SamplingStage:
         Raises:
             PluginFaultError: the sampler failed, or a plugin with faults of scope engine.
         """
-        if not self._rows.are_of(requests):
+        if self._rows.requests != requests:  # compares identities: LogitsRequest has no equality
             self._rows = _StepRows(requests, self.device, self.states_key, draws=self.sampler.draws)
         if self._rows.with_logprobs and not self._processed_logprobs:
             part = self._rows.of_logprobs(logits)
@@ -388,9 +383,6 @@ def open_stage(
     """Build the logits processors and the sampler of a worker.
 
     Args:
-        spec: spec of the worker.
-        ops: operations of the model.
-        activity: records the methods of plugins that run.
         observed_states: states of logits processors of an earlier model.
 
     Raises:

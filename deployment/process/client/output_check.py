@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -183,37 +184,60 @@ class OutputCheck:
         limit = _MOST_UNKNOWN + _OUTPUTS_PER_REQUEST * len(self._requests)
         if len(batch.outputs) > limit:
             raise WireError(f"outputs: expected at most {limit}, got {len(batch.outputs)}")
-        is_decoded = rare_fields is not None
-        with_rare = _ids_with(batch.outputs, rare_fields) if rare_fields else frozenset()
-        have_tokens_alone = is_decoded and not with_rare
-        unknown: set[int] = set()
-        requests = self._requests
-        for output in batch.outputs:
-            try:
-                expected = requests[output.request_id]
-            except KeyError:
-                unknown.add(id(output))
-                continue
-            expected.tokens_left -= len(output.new_token_ids)
-            if expected.tokens_left < 0:
-                raise _wrong(output, "new_token_ids", "at most max_tokens tokens")
-            if (
-                output.logprobs is None
-                and output.prompt_logprobs is None
-                and output.observed_logprobs is None
-                and (have_tokens_alone or (is_decoded and id(output) not in with_rare))
-            ):  # tokens alone: nearly every output
-                continue
-            _check_fields(output, expected, self._vocab_size)
-            if output.finish_reason is not None:
-                del requests[output.request_id]
-            if self._is_remote:
-                output.faulty_plugin = None
+        unknown = self._count(batch.outputs)
+        if fields := RARE_FIELDS.keys() if rare_fields is None else rare_fields:
+            self._check_rare(batch.outputs, fields, unknown)
+        if rare_fields is None:
+            for output in batch.outputs:
+                if id(output) not in unknown:
+                    _check_tokens(output, self._vocab_size)
         if unknown:
             batch.outputs = [output for output in batch.outputs if id(output) not in unknown]
         if batch.finished_requests:
             self.forget(batch.finished_requests)
         _check_reports(batch)
+
+    def _count(self, outputs: Iterable[EngineCoreOutput]) -> set[int]:
+        """Count new tokens, check log-probabilities; return the object ids of unknown outputs.
+
+        Nearly every output has tokens alone, and each line here takes a hundredth of its time.
+        """
+        unknown: set[int] = set()
+        requests = self._requests
+        for output in outputs:
+            try:
+                expected = requests[output.request_id]
+            except KeyError:
+                unknown.add(id(output))
+                continue
+            left = expected.tokens_left = expected.tokens_left - len(output.new_token_ids)
+            if left < 0:
+                raise _wrong(output, "new_token_ids", "at most max_tokens tokens")
+            if (
+                output.logprobs is not None
+                or output.prompt_logprobs is not None
+                or output.observed_logprobs is not None
+            ):
+                _check_all_logprobs(output, expected, self._vocab_size)
+        return unknown
+
+    def _check_rare(
+        self, outputs: Iterable[EngineCoreOutput], fields: Collection[str], unknown: set[int]
+    ) -> None:
+        """Check rare fields; add outputs after the last one of their request to `unknown`."""
+        with_fields, ended = _ids_with(outputs, fields), set[str]()
+        for output in outputs:
+            if ended and output.request_id in ended:
+                unknown.add(id(output))
+            if id(output) not in with_fields or id(output) in unknown:
+                continue
+            _check_fields(output, self._requests[output.request_id], fields)
+            if output.finish_reason is not None:
+                ended.add(output.request_id)
+            if self._is_remote:
+                output.faulty_plugin = None
+        for request_id in ended:
+            del self._requests[request_id]
 
 
 _GETTERS = {field: attrgetter(field) for field in RARE_FIELDS}
@@ -232,36 +256,52 @@ def _wrong(output: EngineCoreOutput, field: str, expected: str) -> WireError:
     return WireError(f"output of {output.request_id!r}: {field}: expected {expected}")
 
 
-def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int) -> None:
-    """Check token ids, and the fields that few outputs have.
+def _check_fields(output: EngineCoreOutput, expected: _Expected, fields: Iterable[str]) -> None:
+    """Check the fields among some that an output has.
 
     Raises:
         WireError: one does not belong to the request.
     """
-    _check_tokens(output, vocab_size)
-    _check_all_logprobs(output, expected, vocab_size)
-    _check_arrays(output, expected)
-    cached = output.num_cached_tokens
-    if cached is not None and not 0 <= cached <= expected.num_positions:
+    for field in fields:
+        check = _CHECKS.get(field)
+        if check is not None and _GETTERS[field](output) is not RARE_FIELDS[field]:
+            check(output, expected)
+
+
+def _check_cached(output: EngineCoreOutput, expected: _Expected) -> None:
+    if not 0 <= (output.num_cached_tokens or 0) <= expected.num_positions:
         raise _wrong(output, "num_cached_tokens", f"0 to {expected.num_positions}")
+
+
+def _check_weight_runs(output: EngineCoreOutput, _: _Expected) -> None:
     starts = [run.start for run in output.weight_runs or ()]
     if starts and not (starts[0] >= 0 and starts == sorted(set(starts))):
         raise _wrong(output, "weight_runs", "ascending starts")
+
+
+def _check_events(output: EngineCoreOutput, _: _Expected) -> None:
     if not all(math.isfinite(event.timestamp) for event in output.events):
         raise _wrong(output, "events", "finite timestamps")
-    if output.prefill_stats is not None:
-        _check_counts(output.prefill_stats, f"output of {output.request_id!r}: prefill_stats")
+
+
+def _check_prefill_stats(output: EngineCoreOutput, _: _Expected) -> None:
+    _check_counts(output.prefill_stats, f"output of {output.request_id!r}: prefill_stats")
+
+
+def _check_nans(output: EngineCoreOutput, _: _Expected) -> None:
     if output.num_nans_in_logits < 0:
         raise _wrong(output, "num_nans_in_logits", "a number that is not negative")
+
+
+def _check_resumes(output: EngineCoreOutput, _: _Expected) -> None:
     if output.num_resumes:
         raise _wrong(output, "num_resumes", "0, because the client of several engines sets it")
-    for part, figures in (output.part_figures or {}).items():
-        _check_figures(output, expected, part, figures)
-    for field in ("error", "error_kind", "stop_reason"):
-        text = getattr(output, field)
-        if isinstance(text, str) and len(text) > _MOST_TEXT:
-            raise _wrong(output, field, f"at most {_MOST_TEXT} characters")
-    _check_end(output)
+
+
+def _check_text(field: str, output: EngineCoreOutput, _: _Expected) -> None:
+    text = getattr(output, field)
+    if isinstance(text, str) and len(text) > _MOST_TEXT:
+        raise _wrong(output, field, f"at most {_MOST_TEXT} characters")
 
 
 def _check_tokens(output: EngineCoreOutput, vocab_size: int) -> None:
@@ -273,8 +313,9 @@ def _check_tokens(output: EngineCoreOutput, vocab_size: int) -> None:
 _END_KEYS = {"plugin", "reason", "stop_reason"}
 
 
-def _check_end(output: EngineCoreOutput) -> None:
-    """Check the end of a request by a plugin, if it is one."""
+def _check_end(output: EngineCoreOutput, expected: _Expected) -> None:
+    """Check the reason of an end, which a plugin may have given."""
+    _check_text("stop_reason", output, expected)
     if not isinstance(end := output.stop_reason, dict):
         return
     texts = [text for text in end.values() if isinstance(text, str)]
@@ -303,13 +344,18 @@ def _check_all_logprobs(output: EngineCoreOutput, expected: _Expected, vocab_siz
             _check_logprobs(output, "prompt_logprobs", prompt_entry, limit, vocab_size)
 
 
-def _check_arrays(output: EngineCoreOutput, expected: _Expected) -> None:
-    if output.pooling_output is not None and not expected.has_pooling:
+def _check_pooled(output: EngineCoreOutput, expected: _Expected) -> None:
+    if not expected.has_pooling:
         raise _wrong(output, "pooling_output", "none, because it generates tokens")
-    if output.routed_experts is not None:
-        _check_array(output, expected, ("routed_experts",), output.routed_experts)
-        if output.routed_experts.ndim != 3 or output.routed_experts.dtype.kind not in "iu":
-            raise _wrong(output, "routed_experts", "integers in three dimensions")
+
+
+def _check_experts(output: EngineCoreOutput, expected: _Expected) -> None:
+    _check_array(output, expected, ("routed_experts",), output.routed_experts)
+    if output.routed_experts.ndim != 3 or output.routed_experts.dtype.kind not in "iu":
+        raise _wrong(output, "routed_experts", "integers in three dimensions")
+
+
+def _check_part_arrays(output: EngineCoreOutput, expected: _Expected) -> None:
     for part, arrays in (output.part_arrays or {}).items():
         _check_included(output, expected, "part_arrays", part)
         for name, pieces in arrays.items():
@@ -324,18 +370,17 @@ def _check_included(output: EngineCoreOutput, expected: _Expected, field: str, p
         )
 
 
-def _check_figures(
-    output: EngineCoreOutput, expected: _Expected, part: str, figures: Mapping[str, Any]
-) -> None:
-    """Check the figures of a step part, which another engine gets if it resumes the request."""
-    _check_included(output, expected, "part_figures", part)
-    _check_names(figures, f"output of {output.request_id!r}: part_figures.{part}")
-    for name, value in figures.items():
-        values = value if isinstance(value, list) else [value]
-        is_number = all(isinstance(number, int | float) for number in values)
-        if len(values) > _MOST_NAMES or not (is_number or isinstance(value, str)):
-            field = f"part_figures.{part}.{name}"[:_MOST_PATH]
-            raise _wrong(output, field, f"a number, at most {_MOST_NAMES} numbers, or a text")
+def _check_figures(output: EngineCoreOutput, expected: _Expected) -> None:
+    """Check the figures of step parts, which another engine gets if it resumes the request."""
+    for part, figures in (output.part_figures or {}).items():
+        _check_included(output, expected, "part_figures", part)
+        _check_names(figures, f"output of {output.request_id!r}: part_figures.{part}")
+        for name, value in figures.items():
+            values = value if isinstance(value, list) else [value]
+            is_number = all(isinstance(number, int | float) for number in values)
+            if len(values) > _MOST_NAMES or not (is_number or isinstance(value, str)):
+                field = f"part_figures.{part}.{name}"[:_MOST_PATH]
+                raise _wrong(output, field, f"a number, at most {_MOST_NAMES} numbers, or a text")
 
 
 def _check_logprobs(
@@ -372,6 +417,24 @@ def _check_part_array(
         raise _wrong(output, field, "as many positions as values")
     if len(positions) and not (positions.min() >= 0 and positions.max() < expected.num_positions):
         raise _wrong(output, field, f"positions below {expected.num_positions}")
+
+
+_CHECKS: Mapping[str, Callable[[EngineCoreOutput, _Expected], None]] = {
+    "error": partial(_check_text, "error"),
+    "error_kind": partial(_check_text, "error_kind"),
+    "events": _check_events,
+    "num_cached_tokens": _check_cached,
+    "num_nans_in_logits": _check_nans,
+    "num_resumes": _check_resumes,
+    "part_arrays": _check_part_arrays,
+    "part_figures": _check_figures,
+    "pooling_output": _check_pooled,
+    "prefill_stats": _check_prefill_stats,
+    "routed_experts": _check_experts,
+    "stop_reason": _check_end,
+    "weight_runs": _check_weight_runs,
+}
+"""Checks of rare fields that an output has."""
 
 
 def _check_reports(batch: EngineCoreOutputs) -> None:

@@ -7,14 +7,14 @@ of each output takes longer than decoding them, so the decoder notes the rare fi
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from hardpoint.host.system.encoding import Buffer, Decoder
-from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from hardpoint.process.protocol import UtilityOutput
 
 _LOGPROBS = ("logprobs", "prompt_logprobs", "observed_logprobs")
@@ -34,9 +34,12 @@ class RareField(type):
     Attributes:
         holder: struct whose only field, `value`, has the type of the field of `EngineCoreOutput`:
             msgspec reads the types of a struct once, and those of a call of `convert` each time.
+        numbers: returns what some numbers stand for, None for others. The first and the last output
+            of a request have such fields, and a conversion takes as long as the check of 30 tokens.
     """
 
     holder: type[msgspec.Struct]
+    numbers: Callable[[int], Any]
 
     def __instancecheck__(cls, _value: object) -> bool:
         """Accept every value: the decoder has converted it."""
@@ -66,15 +69,29 @@ class OutputDecoder(Decoder[EngineCoreOutputs | UtilityOutput]):
 
     def convert(self, type_: Any, value: Any) -> Any:
         """Convert the value of a rare field, and note the field."""
-        if not isinstance(type_, RareField):
+        if type(type_) is not RareField:
             return super().convert(type_, value)
         self.rare_fields.add(type_.__name__)
+        if type(value) is int and (number := type_.numbers(value)) is not None:
+            return number
         try:
             holder: Any = msgspec.convert({"value": value}, type_.holder, dec_hook=super().convert)
         except msgspec.ValidationError as cause:
             text, _, _ = str(cause).partition(" - at ")  # msgspec adds the path of the field
             raise ValueError(text) from None
         return holder.value
+
+
+def _no_number(_value: int) -> None:
+    """Convert no number: the type of the field decides."""
+
+
+_NUMBERS: Mapping[str, Callable[[int], Any]] = {
+    "finish_reason": {int(reason): reason for reason in FinishReason}.get,
+    "num_cached_tokens": int,
+    "stop_reason": int,
+}
+"""Conversions of numbers in fields of ordinary outputs."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -85,7 +102,8 @@ def _message_type(vocab_size: int) -> Any:
     fields: list[tuple[str, Any, Any]] = [("new_token_ids", token_ids, [])]
     for name, default in RARE_FIELDS.items():
         holder = msgspec.defstruct(name, [("value", hints[name])])
-        fields.append((name, RareField(name, (), {"holder": holder}), default))
+        known = {"holder": holder, "numbers": _NUMBERS.get(name, _no_number)}
+        fields.append((name, RareField(name, (), known), default))
     output: Any = msgspec.defstruct(
         "EngineCoreOutput",
         fields,

@@ -1,6 +1,6 @@
-"""The processor keeps every rule of IO processors: the conformance kit checks it."""
+"""The processors keep every rule of IO processors: the conformance kit checks it."""
 
-from acme_spans import Spans
+from acme_spans import Digest, Spans
 
 from hardpoint.testing import IOProcessorSuite
 
@@ -21,3 +21,10 @@ class TestSpans(IOProcessorSuite):
         {"text": "a", "query": "a query that is too long " * 20},
         {"text": "a", "top_n": 0},
     ]
+
+
+class TestDigest(IOProcessorSuite):
+    processor = Digest
+    options = {"size": 16, "max_tokens": 8}
+    samples = [{"text": "a short text"}, {"text": "the fox jumps over the lazy dog " * 5}]
+    refused = [{"text": ""}, {"texts": ["a"]}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from acme_spans import Document, Spans
+from acme_spans import Document, Spans, Summary
 from acme_spans.windows import Frame, windows
 
 from hardpoint import LLM
@@ -57,6 +57,18 @@ def test_what_is_wrong_is_named(model):
         assert llm.plugins.health().faults == {}
     with pytest.raises(ConfigError, match=r"plugin\.spans\.size: expected 17 to 512 tokens"):
         LLM(config=config(model, size=600))
+
+
+def test_summaries_are_summarized_until_one_is_left(tmp_path):
+    replies = {"Summarize: aaaa\n": "a", "Summarize: bbbb\n": "b", "Summarize: cc\n": "c"}
+    folder = write_scripted_model(tmp_path, replies | {"Summarize: abc\n": "all"})
+    tables = {"plugins": {"enable": ["digest"]}, "plugin": {"digest": {"size": 4, "max_tokens": 2}}}
+    with LLM(config=scripted_config(folder, tables)) as llm:
+        assert llm.plugins.process({"text": "aaaabbbbcc"}) == Summary(summary="all", rounds=2)
+        with pytest.raises(RequestError, match="^data.text: missing"):
+            llm.plugins.process({})
+    with pytest.raises(ConfigError, match=r"plugin\.digest\.size: expected 128 to \d+ tokens"):
+        LLM(config=scripted_config(folder, tables | {"plugin": {"digest": {"size": 4}}}))
 
 
 def test_over_http():

@@ -28,6 +28,14 @@ TRANSLATED = {
     "names": ({"served_model_name": "small"}, {"server.served_names": ["small"]}),
     "a pooler": ({"pooler_config": PoolerConfig(pooling_type="MEAN")},
                  {"plugins.enable": ["mean"]}),
+    "a KV connector": ({"kv_transfer_config": {
+                            "kv_connector": "Files", "kv_connector_module_path": "acme.files",
+                            "kv_role": "kv_producer",
+                            "kv_connector_extra_config": {"folder": "kept"}}},
+                       {"kv_connector.use": "acme.files:Files",
+                        "plugin.files.kv_role": "kv_producer",
+                        "plugin.files.extra_config": {"folder": "kept"},
+                        "plugins.enable": [{"use": "hardpoint_vllm:VLLM", "name": "vllm"}]}),
     "defaults": ({"pipeline_parallel_size": 1, "load_format": "auto", "swap_space": 0,
                   "cpu_offload_gb": 0, "hf_overrides": {}, "quantization": None}, {}),
 }  # fmt: skip
@@ -53,7 +61,7 @@ def test_what_changes_no_result_is_noted():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kv_transfer_config": {"kv_connector": "x"}}, "kv_transfer_config: .* kv_connector.use"),
+        ({"kv_transfer_config": {"kv_connector": "x"}}, "kv_connector: .* kv_connector.use"),
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization?"),
         ({"port": 80}, "port: there is no such argument"),
         ({"dtype": "int3"}, "dtype: expected one of auto, .* got 'int3'"),

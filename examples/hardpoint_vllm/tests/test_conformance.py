@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 from hardpoint.plugins.component import Source
 from hardpoint.testing import (
     ComponentAdapterSuite,
+    IOProcessorSuite,
     LogitsProcessorSuite,
     OutputParserSuite,
     OutputSample,
+    StatSinkSuite,
 )
 
 with stand_ins():
+    import vllm_connecting
     import vllm_parsing
+    import vllm_serving
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -45,12 +49,19 @@ class TestVLLM(ComponentAdapterSuite):
         foreign.boost,
         vllm_parsing.Pipes,
         vllm_parsing.Arrows,
+        vllm_serving.Numbers,
+        vllm_serving.LatencyLogger,
+        vllm_connecting.FolderConnector,
     ]
     refused = [
         foreign.TwoArguments,
         foreign.OldApply,
         foreign.four_parameters,
         vllm_parsing.WithoutMethod,
+        vllm_serving.WithoutParsing,
+        vllm_serving.Unfinished,
+        vllm_connecting.NeedsPool,
+        vllm_connecting.Unfinished,
     ]
     modules = ["vllm", "vllm.config", "vllm.v1.sample.logits_processor"]
 
@@ -152,3 +163,19 @@ def test_the_suite_names_what_is_wrong(target, arguments, test, pattern):
     suite.examples = 1 / float(os.environ.get("HARDPOINT_EXAMPLES", "1"))
     with pytest.raises(pytest.fail.Exception, match=pattern):
         getattr(suite(), f"test_{test}")()
+
+
+class TestNumbers(IOProcessorSuite):
+    processor = adapted(vllm_serving.Numbers)
+    options = {"pooler": "mean"}
+    samples = [{"rows": [[20], [30, 40]]}, {"rows": [[50, 60, 70]]}]
+    refused = [{"rows": 3}, {"row": []}]
+
+
+class TestAsyncNumbers(IOProcessorSuite):
+    processor = adapted(vllm_serving.AsyncNumbers)
+    samples = [{"rows": [[20], [30, 40]]}, {"rows": [[50, 60, 70]]}]
+
+
+class TestLatencyLogger(StatSinkSuite):
+    sink = adapted(vllm_serving.LatencyLogger)

@@ -90,7 +90,7 @@ def test_the_modules_are_gone_after_the_import(scripted):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import vllm.distributed", "there is no module 'vllm.distributed': vLLM is not installed"),
+        ("import vllm.compilation", "there is no module 'vllm.compilation': vLLM is not installed"),
         ("from vllm.config import CacheConfig", "there is no 'CacheConfig' of vllm.config: vLLM"),
         ("import vllm; vllm.LLM", "there is no 'LLM' of vllm: vLLM is not installed"),
     ],
@@ -104,14 +104,14 @@ def test_what_does_not_stand_in_is_named(scripted, tmp_path, monkeypatch, source
 
 
 OTHER_KINDS = [
-    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", "kv_connectors"),
-    ("vllm.distributed.kv_transfer.kv_connector.v1", "KVConnectorBase_V1", "kv_connectors"),
-    ("vllm.plugins.io_processors.interface", "IOProcessor", "io_processors"),
+    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "CopyBlocksOp", "kv_connectors"),
+    ("vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector", "Nixl", "kv_connectors"),
+    ("vllm.plugins.io_processors", "get_io_processor", "io_processors"),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "schedulers"),
     ("vllm.v1.core.sched.interface", "SchedulerInterface", "schedulers"),
     ("vllm.v1.executor.abstract", "Executor", "executors"),
     ("vllm.v1.attention.backend", "AttentionBackend", "attention_backends"),
-    ("vllm.v1.metrics.loggers", "StatLoggerBase", "stat_sinks"),
+    ("vllm.v1.metrics.loggers", "LoggingStatLogger", "stat_sinks"),
     ("vllm.model_executor.models.interfaces", "SupportsLoRA", "models"),
 ]
 

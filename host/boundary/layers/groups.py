@@ -54,7 +54,6 @@ class LayerGroups:
         """Return groups among which the layers of each window are divided evenly.
 
         Args:
-            specs: specs of a rank's layers.
             counts: number of groups, by window.
         """
         groups: list[KVCacheGroup] = []
@@ -75,10 +74,8 @@ def group_layers(
     """Return the groups of a rank's layers: one, unless several windows save memory.
 
     Args:
-        specs: specs of the rank's layers.
         whole: specs of the layers of all stages, which decide on the groups.
         max_model_len: longest request; a window that is no shorter is ignored.
-        block_size: tokens per block.
     """
     specs, whole = _limited(specs, max_model_len), _limited(whole, max_model_len)
     layers = Counter(spec.window for spec in whole)
@@ -103,11 +100,7 @@ def _limited(specs: Sequence[KVSpec], max_model_len: int) -> list[KVSpec]:
 
 
 def _num_groups(layers: Counter[int | None]) -> dict[int | None, int]:
-    """Return the number of groups by window, the unlimited one first.
-
-    Args:
-        layers: number of layers, by window.
-    """
+    """Return the number of groups by window, the unlimited one first."""
     size, largest = min(layers.values()), max(layers.values())
     if largest < _ONE_GROUP_RATIO * size:
         size = largest

@@ -80,7 +80,6 @@ class LayerStates:
         """Return the states of each layer, tensors [num_states, ...], of blocks with adjacent ids.
 
         Args:
-            num_states: number of the blocks.
             first_block: id of the first one.
         """
         self._first_block = first_block
@@ -137,8 +136,6 @@ def check_states_fit(config: EngineConfig, num_draft_tokens: int, model: Source)
     """Check that nothing is configured that needs more states than are kept.
 
     Args:
-        config: the engine's.
-        num_draft_tokens: most drafts of a request and a step.
         model: source of a model that has layers with states.
 
     Raises:
@@ -157,6 +154,50 @@ def check_states_fit(config: EngineConfig, num_draft_tokens: int, model: Source)
         )
 
 
+class TrialCalls:
+    """The calls of a function for the layers of a model in a trial step: one of each.
+
+    Attributes:
+        called: the layers that were called.
+    """
+
+    def __init__(self, source: Source, function: str, declared: str, num_layers: int) -> None:
+        """`declared` names the model's method that states the layers of `function`."""
+        self._source, self._function = source, function
+        self._declared, self._num_layers = declared, num_layers
+        self.called: set[int] = set()
+
+    def add(self, layer: int) -> None:
+        """Record a call.
+
+        Raises:
+            PluginFaultError: there is no such layer, or it is the layer's second call.
+        """
+        count, function = self._num_layers, self._function
+        if not isinstance(layer, int) or not 0 <= layer < count:
+            layers = f"0..{count - 1}" if count else f"none, as {self._declared} is empty"
+            raise self.wrong(f"called {function} for layer {shown(layer)}, expected {layers}")
+        if layer in self.called:
+            raise self.wrong(f"called {function} for layer {layer} twice")
+        self.called.add(layer)
+
+    def check_complete(self) -> None:
+        """Check that every layer was called.
+
+        Raises:
+            PluginFaultError: one was not.
+        """
+        if missing := [layer for layer in range(self._num_layers) if layer not in self.called]:
+            raise self.wrong(
+                f"called {self._function} for no layer {', '.join(map(str, missing[:8]))}, though "
+                f"{self._declared} has {self._num_layers} layers"
+            )
+
+    def wrong(self, problem: str) -> PluginFaultError:
+        """Return the fault of the model."""
+        return PluginFaultError(f"{self._source}: its forward() {problem}")
+
+
 class TrialStates:
     """The states of a trial step of one sequence: checks the model's calls and results."""
 
@@ -169,7 +210,8 @@ class TrialStates:
     ) -> None:
         self._source, self._specs, self._device = source, specs, device
         self._num_tokens = num_tokens
-        self._called: set[int] = set()
+        self._calls = TrialCalls(source, "recur", "state_specs()", len(specs))
+        self.check_complete = self._calls.check_complete
 
     def recur(self, layer: int, advance: Advance, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of a new sequence.
@@ -178,16 +220,10 @@ class TrialStates:
             PluginFaultError: it is no call for a layer of the specs, or the second one; the inputs
                 are not of all tokens, or `advance` gave something else than it should.
         """
-        if not isinstance(layer, int) or not 0 <= layer < len(self._specs):
-            none = "none, as state_specs() is empty"
-            layers = f"0..{len(self._specs) - 1}" if self._specs else none
-            raise self._wrong(f"called recur for layer {shown(layer)}, expected {layers}")
-        if layer in self._called:
-            raise self._wrong(f"called recur for layer {layer} twice")
-        self._called.add(layer)
+        self._calls.add(layer)
         for x in inputs:
             if not isinstance(x, torch.Tensor) or x.shape[:1] != (self._num_tokens,):
-                raise self._wrong(
+                raise self._calls.wrong(
                     f"called recur for layer {layer} with {shown(x)}, expected tensors "
                     f"[{self._num_tokens}, ...]"
                 )
@@ -195,21 +231,6 @@ class TrialStates:
         starts = np.array([0, self._num_tokens])
         specs = self._specs[layer]
         return checked_advance(self._source, layer, specs, advance, states, starts, inputs)[0]
-
-    def check_complete(self) -> None:
-        """Check that every layer was called.
-
-        Raises:
-            PluginFaultError: one was not.
-        """
-        if missing := [layer for layer in range(len(self._specs)) if layer not in self._called]:
-            raise self._wrong(
-                f"called recur for no layer {', '.join(map(str, missing[:8]))}, though "
-                f"state_specs() has {len(self._specs)} layers"
-            )
-
-    def _wrong(self, problem: str) -> PluginFaultError:
-        return PluginFaultError(f"{self._source}: its forward() {problem}")
 
 
 def checked_advance(

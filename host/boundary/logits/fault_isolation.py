@@ -36,6 +36,11 @@ class FaultIsolation:
     A processor that raised, or that may have damaged rows of other requests, is *isolated*: it runs
     row by row, and a row for which it fails stays as it was.
 
+    Args:
+        requests: one per row of the step.
+        recompute: returns the step's logits, as the processors get them.
+        masked: indices of the rows that a grammar constrains.
+
     Attributes:
         faults: requests that cannot go on, by id.
         recompute: returns the step's logits again, as the processors get them.
@@ -48,13 +53,6 @@ class FaultIsolation:
         recompute: Recompute,
         masked: Container[int] = (),
     ) -> None:
-        """Start with no isolated processor.
-
-        Args:
-            requests: one per row of the step.
-            recompute: returns the step's logits, as the processors get them.
-            masked: indices of the rows that a grammar constrains.
-        """
         self.faults: Faults = {}
         self._masked = masked
         self._pipeline = pipeline
@@ -95,7 +93,6 @@ class FaultIsolation:
 
         Args:
             logits: float32 [rows, vocab], of `recompute`.
-            index: index of the row.
         """
         request = self._requests[index]
         masked = index in self._masked

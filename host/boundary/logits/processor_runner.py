@@ -124,7 +124,6 @@ class ProcessorRunner:
         """Count a fault of this processor, and return it for the request that it ends.
 
         Args:
-            method: the processor's method that failed.
             cause: raised by the method, or the defect of its result.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -44,7 +44,7 @@ _log = logging.getLogger("hardpoint")
 
 HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 
-IN_LAYERS = ("around_layers", "embedded", "linear", "added")
+IN_LAYERS = ("around_layers", "embedded", "linear", "added", "skips")
 """Methods of a worker half that are called in the layers of a step."""
 
 INCLUDE = "include {}".format
@@ -127,46 +127,47 @@ class BoundHalf(Generic[HalfT]):
 BoundT = TypeVar("BoundT", bound=BoundHalf[Any])
 
 OpenHalves = Callable[[PluginSet, Sequence[PluginEntry], EngineConfig], list[BoundT]]
-"""Opens halves of parts for a live change, of which these are the plugins and the configuration."""
+"""Builds the parts of entries and their halves in this process, at the start and for a live change.
+
+Raises PluginError if one cannot be built, and closes the others.
+"""
 
 
-def open_halves(
-    plugins: PluginSet,
-    entries: Iterable[PluginEntry],
+def opener(
     about: Mapping[str, Any],
-    context: Callable[[StepPart], Any],
+    context: Callable[[StepPart, PluginSet], Any],
     cls: type[BoundT],
     bind: Callable[[StepPart, Any, Source], BoundT],
-) -> list[BoundT]:
-    """Build parts and their halves in this process, in their order.
+) -> OpenHalves[BoundT]:
+    """Return the function that opens halves.
 
     Args:
-        plugins: the enabled plugins.
-        entries: entries of the parts.
-        about: fields of the context of the parts.
-        context: returns the context of a part's half.
-        cls: class that calls a half.
+        about: fields of the context of the parts, besides the configuration.
         bind: returns an object of it, which closes the half and its part.
-
-    Raises:
-        PluginError: one cannot be built; the others are closed.
     """
-    bound: list[BoundT] = []
-    with ExitStack() as undo:
-        for entry in entries:
-            part: StepPart = plugins.create(entry, StepPartContext, **about)
-            close = functools.partial(close_named, entry.source, part.close)
-            with ExitStack() as unbound:
-                close_if_failed(unbound, close)
-                half = _made(part, entry.source, context(part), cls)
-                if half is not None:
-                    bound.append(bind(part, half, entry.source))
-                    close_if_failed(undo, bound[-1].close)
-                unbound.pop_all()
-            if half is None:
-                close()
-        undo.pop_all()
-    return bound
+
+    def open_halves(
+        plugins: PluginSet, entries: Sequence[PluginEntry], config: EngineConfig
+    ) -> list[BoundT]:
+        bound: list[BoundT] = []
+        with ExitStack() as undo:
+            for entry in entries:
+                fields = {**about, "config": config}
+                part: StepPart = plugins.create(entry, StepPartContext, **fields)
+                close = functools.partial(close_named, entry.source, part.close)
+                with ExitStack() as unbound:
+                    close_if_failed(unbound, close)
+                    half = _made(part, entry.source, context(part, plugins), cls)
+                    if half is not None:
+                        bound.append(bind(part, half, entry.source))
+                        close_if_failed(undo, bound[-1].close)
+                    unbound.pop_all()
+                if half is None:
+                    close()
+            undo.pop_all()
+        return bound
+
+    return open_halves
 
 
 def request_fields(plugins: PluginSet, config: EngineConfig) -> frozenset[str]:
@@ -188,11 +189,7 @@ def request_fields(plugins: PluginSet, config: EngineConfig) -> frozenset[str]:
 
 
 def _made(part: StepPart, source: Source, context: Any, cls: type[BoundHalf[Any]]) -> Any:
-    """Return the half of a part; None if it has none.
-
-    Raises:
-        PluginFaultError: it cannot be built, or has no hooks.
-    """
+    """Return the half of a part; None if it has none."""
     name = f"{source}: its {cls.maker}()"
     with (
         faults_as(PluginFaultError, name, passing=(HardpointError,)),
@@ -233,12 +230,6 @@ class BoundPart(BoundHalf[EngineHalf]):
     def __init__(
         self, part: StepPart, half: EngineHooks, source: Source, faults: StepFaults
     ) -> None:
-        """Bind the methods that the half overrides.
-
-        Args:
-            part: built from its entry; closed with this.
-            half: the part's half in the engine.
-        """
         super().__init__(part, half, faults.calls("step_parts", source))
         self.users = set[str]()
         self.selects = self.overrides("uses")
@@ -326,6 +317,7 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
         "added": "which the model's trial step has to call",
         "verify_drafts": "which verifies the drafts of all parts",
         "idle": "which workers are asked for when they start",
+        "take_attention_weights": "for which the attention backend is checked when workers start",
         "packs": "for which inputs are laid out when the model is loaded",
         "encodes": "for which the model gets its encoder",
     }

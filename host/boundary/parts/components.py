@@ -29,7 +29,12 @@ Guard = Callable[[Any, str, Source], Any]
 
 
 class Components:
-    """Builds the components of other kinds that step parts drive."""
+    """Builds the components of other kinds that step parts drive.
+
+    Args:
+        calls: makes the recorder of calls.
+        guards: guards of the components from `create`, by kind.
+    """
 
     def __init__(
         self,
@@ -37,12 +42,6 @@ class Components:
         calls: Callable[[str, Source], PluginCalls],
         guards: Mapping[str, Guard] = MappingProxyType({}),
     ) -> None:
-        """Build components that are enabled in `plugins`.
-
-        Args:
-            calls: makes the recorder of calls.
-            guards: guards of the components from `create`, by kind.
-        """
         self._plugins, self._calls, self._guards = plugins, calls, guards
 
     def enabled(self, kind: str) -> list[str]:

@@ -233,11 +233,7 @@ class EngineHalves:
 
     def _refuse(self, request_id: str, users: Iterable[BoundPart]) -> None:
         for part in users:
-            if part.overrides("refused"):
-                try:
-                    part.run("refused", request_id)
-                except BaseException as cause:
-                    part.fault("its refused() failed", cause)
+            _call_unplanned(part, "refused", request_id)
 
     def begin(self, plan: SchedulerOutput) -> dict[str, PartData]:
         """Notify the parts of a new plan; return their data for the workers, by part."""
@@ -252,10 +248,8 @@ class EngineHalves:
                 for name in plan.preempted_request_ids & part.users:
                     self._for_request(part, "preempted", name)
             if part.overrides("begin"):
-                made = self._for_plan(part, "begin", plan)
-                if made is not None and not isinstance(made, bytes):
-                    self._blame(part, plan, f"its begin() gave {shown(made)}, expected bytes")
-                elif made is not None:
+                made = self._call(part, plan, "begin", plan, defect=returns.data_defect)
+                if made is not None:
                     data[part.key] = PartData(made, part.users_of(plan))
         self._planned = plan.step
         return data
@@ -265,28 +259,20 @@ class EngineHalves:
         needed: dict[str, str] = {}
         for part in self._active:
             if part.overrides("needs_results"):
-                names = self._for_plan(part, "needs_results", plan) or ()
-                if (defect := returns.names_defect(names)) is None:
-                    needed |= dict.fromkeys(names, part.name)
-                else:
-                    self._blame(part, plan, f"its needs_results() {defect}")
+                names = self._call(part, plan, "needs_results", plan, defect=returns.names_defect)
+                needed |= dict.fromkeys(names or (), part.name)
         return needed
 
     def mask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
         """Return the tokens that all parts allow; None if no part forbids any."""
         masks: list[tuple[BoundPart, GrammarBitmask]] = []
         for part in self._active:
-            if not part.overrides("mask") or (mask := self._for_plan(part, "mask", plan)) is None:
-                continue
-            if (defect := returns.mask_defect(mask, part.planned_users, plan)) is not None:
-                self._blame(part, plan, f"its mask() {defect}")
-            else:
-                masks.append((part, mask))
+            if part.overrides("mask"):
+                defect = functools.partial(returns.mask_defect, users=part.planned_users, plan=plan)
+                if (mask := self._call(part, plan, "mask", plan, defect=defect)) is not None:
+                    masks.append((part, mask))
         if masks:
-            by_source = masks_by_source(masks)
-            for part in self._active:
-                if part.overrides("masked"):
-                    self._for_plan(part, "masked", plan, by_source)
+            self.notify("masked", plan, masks_by_source(masks))
         if len(masks) < 2:
             return masks[0][1] if masks else None
         return self._combined(masks)
@@ -319,7 +305,7 @@ class EngineHalves:
                 continue
             defect = functools.partial(returns.result_defect, users=part.planned_users)
             reports, result.part_reports = result.part_reports, part.own_reports(result)
-            faults = self._checked(part, plan, "result", defect, plan, result) or {}
+            faults = self._call(part, plan, "result", plan, result, defect=defect) or {}
             result.part_reports = reports
             ended = take_finishes(faults, part.name, part.users, result) | ended
         for name in self._faults.keys() & plan.num_scheduled_tokens.keys():
@@ -334,35 +320,32 @@ class EngineHalves:
             self.add_figures(plan, outputs)
         for part in self._publishing:
             if getattr(part.original, "is_active", True):
-                self._checked(part, plan, "publish", lambda _: None, outputs)
+                self._call(part, plan, "publish", outputs)
 
     def add_figures(self, plan: SchedulerOutput, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Add the figures and arrays of parts to outputs of requests that asked for them."""
         for output in (output for message in outputs.values() for output in message.outputs):
             before = self._faults.get(name := output.request_id)
             for part, forms in self._asked.get(name, {}).items():
-                part_figures = self._checked(part, plan, "figures", figures.figures_defect, name)
+                defect = figures.figures_defect
+                part_figures = self._call(part, plan, "figures", name, defect=defect)
                 limit, sampled = self._num_positions.get(name, (None, 0))
                 defect = functools.partial(forms.defect, num_positions=limit)
-                arrays = self._checked(part, plan, "arrays", defect, name)
+                arrays = self._call(part, plan, "arrays", name, defect=defect)
                 figures.add(output, part.name, part_figures, arrays, limit, sampled)
             if (fault := self._faults.get(name)) is not before and output.finish_reason is not None:
                 figures.end_by(output, fault)  # no result follows that would end it
 
-    def updated(self, plan: SchedulerOutput) -> None:
-        """Notify the parts that the scheduler has taken the result of a plan."""
+    def notify(self, method: str, plan: SchedulerOutput, *args: Any) -> None:
+        """Call `masked`, `updated` or `lost` of the parts, about a plan."""
         for part in self._active:
-            if part.overrides("updated"):
-                self._for_plan(part, "updated", plan)
+            if part.overrides(method):
+                self._call(part, plan, method, plan, *args)
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Let the parts add their totals to the statistics of the scheduler."""
         for part in self._parts:
-            if part.overrides("add_stats"):
-                try:
-                    part.run("add_stats", stats)
-                except BaseException as cause:
-                    part.fault("its add_stats() failed", cause)  # counted: no request is planned
+            _call_unplanned(part, "add_stats", stats)
 
     @property
     def drafting(self) -> str:
@@ -382,7 +365,7 @@ class EngineHalves:
             defect = functools.partial(
                 returns.drafts_defect, users=part.users, limit=limit, vocab_size=self._vocab_size
             )
-            if (made := self._checked(part, plan, "drafts", defect)) is not None:
+            if (made := self._call(part, plan, "drafts", defect=defect)) is not None:
                 drafts = {name: list(tokens) for name, tokens in made.items() if tokens} | drafts
         return self._limited(plan, drafts) if drafts else drafts
 
@@ -394,25 +377,15 @@ class EngineHalves:
             if not part_drafts:
                 continue
             defect = functools.partial(returns.draft_limits_defect, drafts=part_drafts)
-            limits = self._checked(part, plan, "limit_drafts", defect, part_drafts)
+            limits = self._call(part, plan, "limit_drafts", part_drafts, defect=defect)
             if limits is not None:
                 drafts |= {name: drafts[name][:limit] for name, limit in limits.items()}
         return {name: tokens for name, tokens in drafts.items() if tokens}
 
-    def lost(self, plan: SchedulerOutput) -> None:
-        """Notify the parts of a plan that was not executed, or not to its end."""
-        for part in self._active:
-            if part.overrides("lost"):
-                self._for_plan(part, "lost", plan)
-
     def wait(self) -> None:
         """Wait a moment for the events that gates need."""
         for part in self._active:
-            if part.overrides("wait"):
-                try:
-                    part.run("wait")
-                except BaseException as cause:
-                    part.fault("its wait() failed", cause)  # counted: no request is planned
+            _call_unplanned(part, "wait")
 
     def close(self) -> None:
         """Close all parts."""
@@ -447,21 +420,15 @@ class EngineHalves:
             if (fault := part.fault(f"its {method}() failed", cause)) is not None:
                 self._faults[request_id] = fault
 
-    def _for_plan(self, part: BoundPart, method: str, plan: SchedulerOutput, *args: Any) -> Any:
-        try:
-            return part.run(method, plan, *args)
-        except BaseException as cause:
-            self._blame(part, plan, f"its {method}() failed", cause)
-            return None
-
-    def _checked(
+    def _call(
         self,
         part: BoundPart,
         plan: SchedulerOutput,
         method: str,
-        defect: Callable[[Any], str | None],
         *args: Any,
+        defect: Callable[[Any], str | None] = lambda _: None,
     ) -> Any:
+        """Return the result of a method; None after a fault, which its requests of the plan get."""
         try:
             result = part.run(method, *args)
         except BaseException as cause:
@@ -498,3 +465,12 @@ class EngineHalves:
     def _find_active(self) -> None:
         """Find the parts with users, or with hooks that are called for every plan."""
         self._active = [part for part in self._parts if part.users or part.every_plan]
+
+
+def _call_unplanned(part: BoundPart, method: str, *args: Any) -> None:
+    """Call a method, if the part has it, about no planned request; a fault is counted alone."""
+    if part.overrides(method):
+        try:
+            part.run(method, *args)
+        except BaseException as cause:
+            part.fault(f"its {method}() failed", cause)

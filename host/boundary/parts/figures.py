@@ -32,7 +32,6 @@ def asked_for_figures(
     """Return the parts that a request includes figures of.
 
     Args:
-        request: new request.
         users: parts that it uses.
         parts: all parts.
 
@@ -92,7 +91,6 @@ class ArrayForms:
         """Return the defect of further arrays, as the end of a sentence; None if they have none.
 
         Args:
-            arrays: the result of arrays().
             num_positions: positions of the request that are computed; None if it is not known.
         """
         if not isinstance(arrays, Mapping) or not all(

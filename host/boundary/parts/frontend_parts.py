@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 from hardpoint.errors import (
     HardpointError,
@@ -44,7 +44,7 @@ from hardpoint.plugins.step_part.part import (
 )
 from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls, ToolCalls
 
-from .bound_half import BoundHalf, OpenHalves, open_halves
+from .bound_half import BoundHalf, OpenHalves, opener
 from .components import Components
 from .hooks import FRONTEND_HOOKS, SelectingFields
 from .observers import Observers
@@ -216,9 +216,6 @@ class FrontendParts:
 
         Args:
             limit: most tokens of a cut prompt.
-
-        Raises:
-            RequestError: it refuses it, or failed.
         """
         try:
             prompt = read(*args)
@@ -229,10 +226,8 @@ class FrontendParts:
             if not prompt.fields.keys() <= REQUEST_FIELDS.keys():
                 names = shown(sorted(prompt.fields))
                 raise TypeError(f"expected fields that parts make use of alone, got {names}")
-        except RequestError:
-            raise
         except BaseException as cause:
-            raise self._refusal(half, name, "", cause) from cause
+            self._refuse(half, name, "", cause)
         if (cut := prompt.cut) is None:
             return prompt
         return dataclasses.replace(
@@ -251,10 +246,8 @@ class FrontendParts:
                 continue
             try:
                 half.half.prepare(request, reasoning)
-            except RequestError:
-                raise
             except BaseException as cause:
-                raise self._refusal(half, "prepare", request.request_id, cause) from cause
+                self._refuse(half, "prepare", request.request_id, cause)
             fields = self._fields.set_in(request)  # the half may have set some
 
     def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
@@ -275,10 +268,8 @@ class FrontendParts:
             read = half.half.read_media(modality, items)
             if not isinstance(read, Sequence) or len(read) != len(items):
                 raise TypeError(f"expected {len(items)} items, got {shown(read)}")
-        except HardpointError:
-            raise
         except BaseException as cause:
-            raise self._refusal(half, "read_media", "", cause) from cause
+            self._refuse(half, "read_media", "", cause, HardpointError)
         return read
 
     def output_formats(
@@ -305,11 +296,8 @@ class FrontendParts:
                         raise TypeError(f"expected an OutputFormat or None, got {shown(made)}")
                     undo.callback(made.close)
                     markers = markers or made.markers
-                except RequestError:
-                    raise
                 except BaseException as cause:
-                    name = request.request_id
-                    raise self._refusal(half, "output_format", name, cause) from cause
+                    self._refuse(half, "output_format", request.request_id, cause)
                 formats.append(BoundFormat(half.name, made, half.fault))
             undo.pop_all()
         return OutputFormats(formats, markers, calls) if formats else None
@@ -323,10 +311,8 @@ class FrontendParts:
         for half in self._calling:
             try:
                 half.half.prepare_calls(request, calls)
-            except RequestError:
-                raise
             except BaseException as cause:
-                raise self._refusal(half, "prepare_calls", request.request_id, cause) from cause
+                self._refuse(half, "prepare_calls", request.request_id, cause)
 
     def validator_of(self, request: EngineCoreRequest) -> Validator | None:
         """Return the validator of the answer of a request, for as long as the request is live.
@@ -338,7 +324,7 @@ class FrontendParts:
             try:
                 reads = half.serves(request.generation) and half.half.reads_answer(request)
             except BaseException as cause:
-                raise self._refusal(half, "reads_answer", request.request_id, cause) from cause
+                self._refuse(half, "reads_answer", request.request_id, cause, ())
             if reads:
                 validator = functools.partial(self.validate, request)
                 self._validators.add(validator)
@@ -357,12 +343,20 @@ class FrontendParts:
         requests = [validator.args[0] for validator in list(self._validators)]
         return [request.request_id for request in requests if half.serves(request.generation)]
 
-    def _refusal(
-        self, half: BoundFrontendHalf, method: str, request_id: str, cause: BaseException
-    ) -> RequestError:
+    def _refuse(
+        self,
+        half: BoundFrontendHalf,
+        method: str,
+        request_id: str,
+        cause: BaseException,
+        passing: Any = RequestError,
+    ) -> NoReturn:
+        """Refuse a request for a fault; raise an exception of the class `passing` as it is."""
+        if isinstance(cause, passing):
+            raise cause
         message = half.fault(method, cause)
         self._record(half.name, request_id, message)
-        return RequestError(message)
+        raise RequestError(message) from cause
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the first flaw that a half finds in an answer; a fault of a half is one."""
@@ -387,11 +381,7 @@ class FrontendParts:
 
 
 def _readers(halves: Sequence[BoundFrontendHalf]) -> dict[str, BoundFrontendHalf]:
-    """Return the halves that read prompts, by each of their keys, in their order.
-
-    Raises:
-        PluginConflictError: two have the same key.
-    """
+    """Return the halves that read prompts, by each of their keys, in their order."""
     readers: dict[str, BoundFrontendHalf] = {}
     for half in halves:
         for key in half.half.prompt_keys if half.overrides("read_prompt") else ():
@@ -431,10 +421,8 @@ def frontend_parts(
     A part of a class without `frontend_half` is not built here.
 
     Args:
-        plugins: the enabled plugins.
         about: fields of the context of the parts.
         vocabulary: see `FrontendHalfContext`.
-        vocab_size: size of the model's vocabulary.
         encode, clock, send_stats, tokenizer: see `FrontendHalfContext`.
 
     Raises:
@@ -454,19 +442,17 @@ def frontend_parts(
         send_stats=send_stats,
     )
 
+    def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
+        return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
+
+    open_halves = opener(about, lambda _part, _plugins: context, BoundFrontendHalf, bind)
+
     def open_new(
         plugins: PluginSet, entries: Sequence[PluginEntry], config: EngineConfig
     ) -> list[BoundFrontendHalf]:
-        frontend_entries = [
-            entry
-            for entry in entries
-            if plugins.target(entry).frontend_half is not StepPart.frontend_half
-        ]
-        fields, cls = {**about, "config": config}, BoundFrontendHalf
-        return open_halves(plugins, frontend_entries, fields, lambda _part: context, cls, bind)
-
-    def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
-        return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
+        default = StepPart.frontend_half
+        having = [entry for entry in entries if plugins.target(entry).frontend_half is not default]
+        return open_halves(plugins, having, config)
 
     halves = open_new(plugins, plugins.entries("step_parts"), about["config"])
     with ExitStack() as undo:

@@ -71,7 +71,6 @@ class HookTable:
         """Return a half with all hooks: itself, or an object that adds the defaults of others.
 
         Args:
-            half: to complete.
             implemented: the result of `implemented` for it, if known.
         """
         if isinstance(half, self.defaults):
@@ -131,7 +130,6 @@ class HookTable:
         """Yield a text about each public method of a half with nearly the name of a hook.
 
         Args:
-            half: half to look at.
             present: hooks that it has, for which no method is taken.
         """
         missing = [name for name in self.names if name not in present]

@@ -24,6 +24,7 @@ class LayerCalls:
     def __init__(
         self,
         users: Users,
+        num_tokens: int,
         is_called: Callable[[BoundWorkerHalf], bool],
         run: Callable[..., Any],
         changed: Callable[..., torch.Tensor],
@@ -32,23 +33,27 @@ class LayerCalls:
         """Call halves by functions of `WorkerParts`.
 
         Args:
+            num_tokens: tokens of the step.
             is_called: whether one of them still is.
             run: calls a method of a half.
             changed: returns values with the rows of a half as it changed them.
             leave_out: leaves a half out of the rest of the step.
         """
-        self._users, self._is_called = users, is_called
+        self._users, self._num_tokens, self._is_called = users, num_tokens, is_called
         self._run, self._changed, self._leave_out = run, changed, leave_out
         self._layers = {
             half: run(half, "layers", function=lambda half=half: half.half.layers)
             for half in users
             if half.overrides("added")
         }
+        self._skipped: dict[int, torch.Tensor | None] = {}  # by layer
 
     @contextmanager
     def bound(self, hooks: LayerHooks) -> Iterator[None]:
         """Let the hooks of a model call the halves that have a method for them."""
-        names = [name for name in ("embedded", "linear", "added") if list(self._with(name))]
+        names = [name for name in ("embedded", "linear", "added", "skips") if self._with(name)]
+        if "skips" in names and "added" not in names:
+            names.append("added")
         try:
             for name in names:
                 setattr(hooks, name, getattr(self, name))
@@ -57,10 +62,12 @@ class LayerCalls:
             for name in names:
                 setattr(hooks, name, None)
 
-    def _with(self, method: str) -> Iterator[tuple[BoundWorkerHalf, list[int], StepRows]]:
-        for half, (indices, rows) in self._users.items():
-            if half.overrides(method) and self._is_called(half):
-                yield half, indices, rows
+    def _with(self, method: str) -> list[tuple[BoundWorkerHalf, list[int], StepRows]]:
+        return [
+            (half, indices, rows)
+            for half, (indices, rows) in self._users.items()
+            if half.overrides(method) and self._is_called(half)
+        ]
 
     def embedded(self, values: torch.Tensor) -> torch.Tensor:
         """Return embedded tokens as the halves change them."""
@@ -81,6 +88,8 @@ class LayerCalls:
         self, layer: int, branch: Branch, residual: torch.Tensor, delta: torch.Tensor
     ) -> None:
         """Let halves change a residual stream and the summand of a layer, in place."""
+        if (skipped := self.skips(layer)) is not None:
+            delta.masked_fill_(skipped.to(delta.device).unsqueeze(1), 0)
         for half, indices, rows in self._with("added"):
             layers = self._layers[half]
             if not indices or not (layers is None or layer in layers):
@@ -99,6 +108,30 @@ class LayerCalls:
                     values.copy_(changed)
                 else:
                     values[indices] = changed.to(values.dtype)
+
+    def skips(self, layer: int) -> torch.Tensor | None:
+        """Return which tokens skip a layer, bool [tokens]; None if none does."""
+        if layer not in self._skipped:
+            self._skipped[layer] = None
+            for half, indices, rows in self._with("skips"):
+                part = self._run(half, "skips", layer, rows) if indices else None
+                if part is None:
+                    continue
+                if not _is_mask(part, len(indices)):
+                    expected = f"a bool tensor [{len(indices)}] or None"
+                    self._leave_out(half, "skips", f"gave {form_of(part)}, expected {expected}")
+                    continue
+                whole = self._skipped[layer]
+                if whole is None:
+                    whole = part.new_zeros(self._num_tokens)
+                whole[indices] |= part.to(whole.device)
+                self._skipped[layer] = whole
+        return self._skipped[layer]
+
+
+def _is_mask(value: Any, count: int) -> bool:
+    is_bool = isinstance(value, torch.Tensor) and value.dtype == torch.bool
+    return is_bool and value.shape == (count,)
 
 
 def _fits(value: Any, shape: torch.Size) -> bool:

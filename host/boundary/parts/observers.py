@@ -28,6 +28,11 @@ Describe = Callable[[str, BaseException], str]
 class Observers:
     """Calls all observers, guarded. Without any, it is false, and need not be called.
 
+    Args:
+        observers: each with the name of its part, and the description of its faults.
+        faults: counts their faults, and the faults of the components that they drive.
+        clock: seconds.
+
     Attributes:
         exist: whether there are any.
         interval_seconds: time between two reports; None without any.
@@ -40,13 +45,6 @@ class Observers:
         faults: StepFaults | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Begin the first interval.
-
-        Args:
-            observers: each with the name of its part, and the description of its faults.
-            faults: counts their faults, and the faults of the components that they drive.
-            clock: seconds.
-        """
         self._observers, self.exist = list(observers), bool(observers)
         self._updates = [observer.update for _, observer, _ in observers]
         self._faults, self._clock = faults or StepFaults(), clock

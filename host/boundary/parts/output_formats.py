@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 from hardpoint.errors import PluginFaultError, shown
-from hardpoint.plugins import (
-    CompletionOutput,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    Finish,
-    ReasoningMarkers,
-    RequestOutput,
-)
+from hardpoint.plugins import EngineCoreRequest, FinishReason, ReasoningMarkers, RequestOutput
 from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.text import OutputFormat, OutputReader, RequestedCalls
 
@@ -29,55 +23,54 @@ class BoundFormat(NamedTuple):
     format: OutputFormat
     describe: Callable[[str, BaseException], str]
 
+    def call(
+        self, target: OutputFormat | OutputReader, method: str, *args: Any, **more: Any
+    ) -> Any:
+        """Return the result of a method of the format or of a reader.
+
+        Raises:
+            PluginFaultError: it failed.
+        """
+        try:
+            return getattr(target, method)(*args, **more)
+        except PluginFaultError:  # of a component that the part asks
+            raise
+        except BaseException as cause:
+            raise self.fault(method, cause) from cause
+
+    def fault(self, method: str, cause: BaseException) -> PluginFaultError:
+        """Return the fault of a method; raise the cause if it is not a fault."""
+        fault = PluginFaultError(self.describe(method, cause))
+        fault.plugin = self.part
+        return fault
+
 
 class BoundReader:
     """A reader with faults that name its part.
 
     Attributes:
-        special, may_end: see `OutputReader`.
+        special, may_end, update, mark, read, complete: see `OutputReader`.
     """
 
     def __init__(self, bound: BoundFormat, reader: OutputReader) -> None:
         self._bound, self._reader = bound, reader
         self.special, self.may_end = reader.special, reader.may_end
+        self.update, self.mark, self.read, self.complete = (
+            partial(bound.call, reader, method) for method in ("update", "mark", "read", "complete")
+        )
 
     @property
     def has_calls(self) -> bool:
         """Whether the completion has a complete call of a tool."""
         return self._reader.has_calls
 
-    def update(self, output: EngineCoreOutput) -> None:
-        """Observe an output of the engine."""
-        self._call("update", output)
-
-    def mark(self, token_id: int, piece: str, end: int) -> None:
-        """Observe a special token."""
-        self._call("mark", token_id, piece, end)
-
-    def read(self, text: str) -> Finish | None:
-        """Read text; return an end of the request."""
-        finish: Finish | None = self._call("read", text)
-        return finish
-
-    def complete(self, completion: CompletionOutput, *, finished: bool) -> None:
-        """Set fields of an output."""
-        self._call("complete", completion, finished=finished)
-
     def result(self, output: RequestOutput) -> AnyOutput | None:
         """Return the replacement of an output."""
-        replacement = self._call("result", output)
+        replacement = self._bound.call(self._reader, "result", output)
         if isinstance(replacement, RequestOutput | PoolingRequestOutput | None):
             return replacement
         cause = TypeError(f"expected an output or None, got {shown(replacement)}")
-        raise _fault(self._bound, "result", cause)
-
-    def _call(self, method: str, *args: Any, **named: Any) -> Any:
-        try:
-            return getattr(self._reader, method)(*args, **named)
-        except PluginFaultError:  # of a component that the part asks
-            raise
-        except BaseException as cause:
-            raise _fault(self._bound, method, cause) from cause
+        raise self._bound.fault("result", cause)
 
 
 class OutputFormats:
@@ -95,6 +88,7 @@ class OutputFormats:
         requested: RequestedCalls | None = None,
     ) -> None:
         self._formats, self._holders = formats, 1
+        self._reasons = set[FinishReason | None]()
         self.markers, self.requested = markers, requested
         with_calls = (bound.format for bound in formats if bound.format.calls is not None)
         finding = next(with_calls, OutputFormat())
@@ -108,15 +102,11 @@ class OutputFormats:
         """
         readers = []
         for bound in self._formats:
-            try:
-                reader = bound.format.open(request)
-                if reader is not None and not isinstance(reader, OutputReader):
-                    raise TypeError(f"expected an OutputReader or None, got {shown(reader)}")
-            except PluginFaultError:
-                raise
-            except BaseException as cause:
-                raise _fault(bound, "open", cause) from cause
+            reader = bound.call(bound.format, "open", request)
             if reader is not None:
+                if not isinstance(reader, OutputReader):
+                    cause = TypeError(f"expected an OutputReader or None, got {shown(reader)}")
+                    raise bound.fault("open", cause)
                 readers.append(BoundReader(bound, reader))
         return readers
 
@@ -125,17 +115,27 @@ class OutputFormats:
         self._holders += 1
         return self
 
-    def close(self) -> None:
-        """Close the formats, once the last holder has closed them."""
+    def close(self, reason: FinishReason | None = None) -> None:
+        """End and close the formats, once the last holder has closed them.
+
+        Args:
+            reason: why the completion ended, if the holder is one.
+
+        Raises:
+            PluginFaultError: a format failed; all were closed.
+        """
+        self._reasons.add(reason)
         self._holders -= 1
         if self._holders == 0:
             with ExitStack() as stack:
                 for bound in self._formats:
-                    stack.callback(bound.format.close)
+                    stack.callback(bound.call, bound.format, "close")
+                    stack.callback(bound.call, bound.format, "end", _outcome(self._reasons))
 
 
-def _fault(bound: BoundFormat, method: str, cause: BaseException) -> PluginFaultError:
-    """Return the fault of a method; raise the cause if it is not a fault."""
-    fault = PluginFaultError(bound.describe(method, cause))
-    fault.plugin = bound.part
-    return fault
+def _outcome(reasons: set[FinishReason | None]) -> str:
+    """Return how a request ended, from the reasons of its completions; it has none if rejected."""
+    if FinishReason.ERROR in reasons or reasons == {None}:
+        return "failed"
+    early = (FinishReason.ABORT, FinishReason.TIMEOUT)
+    return "finished" if reasons.isdisjoint(early) else "aborted"

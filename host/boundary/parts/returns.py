@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,44 @@ from hardpoint.plugins import (
 )
 
 
+def _form(is_right: Callable[[Any], bool], expected: str) -> Callable[[Any], str | None]:
+    """Return the check of a form: it returns the end of a sentence, or None for a right value."""
+    return lambda value: None if is_right(value) else f"gave {shown(value)}, expected {expected}"
+
+
+def _is_cost(cost: Any) -> bool:
+    return isinstance(cost, Mapping) and all(
+        isinstance(name, str) and isinstance(amount, int) and amount >= 0
+        for name, amount in cost.items()
+    )
+
+
+def _is_match(matched: Any) -> bool:
+    count = matched[0] if isinstance(matched, tuple) and len(matched) == 2 else ""
+    return count is None or (type(count) is int and count >= 0)
+
+
+def _is_kept(answer: Any) -> bool:
+    keep, params = answer if isinstance(answer, tuple) and len(answer) == 2 else (None, None)
+    return isinstance(keep, bool) and (params is None or isinstance(params, Mapping))
+
+
+def _are_names(names: Any) -> bool:
+    return isinstance(names, Collection | None) and not isinstance(names, str)
+
+
+# The results of begin, cost, get_num_new_matched_tokens, request_finished, needs_results and gate.
+data_defect = _form(lambda data: isinstance(data, bytes | None), "bytes")
+cost_defect = _form(_is_cost, "an amount of each resource")
+matched_defect = _form(_is_match, "tokens >= 0 or None, and whether between steps")
+kept_defect = _form(_is_kept, "whether blocks are kept, and a mapping or None")
+names_defect = _form(_are_names, "request ids")
+reason_defect = _form(
+    lambda reason: isinstance(reason, str | WaitReason | Finish | None),
+    "a reason, a Finish or None",
+)
+
+
 def limit_defect(limit: Any) -> str | None:
     """Return the defect of a limit of drafts, as the text after "its "; None if it has none."""
     if not isinstance(limit, int) or limit < 0:
@@ -31,6 +69,8 @@ def limit_defect(limit: Any) -> str | None:
 
 def mask_defect(mask: Any, users: Collection[str], plan: SchedulerOutput) -> str | None:
     """Return the defect of a mask, as the end of a sentence; None if it has none."""
+    if mask is None:
+        return None
     if not isinstance(mask, GrammarBitmask):
         return f"gave {shown(mask)}, expected a GrammarBitmask"
     names, bits = mask.request_ids, mask.bitmask
@@ -48,65 +88,12 @@ def mask_defect(mask: Any, users: Collection[str], plan: SchedulerOutput) -> str
     return None
 
 
-def cost_defect(cost: Any) -> str | None:
-    """Return the defect of a request's cost, as the end of a sentence; None if it has none.
-
-    Args:
-        cost: the result of cost().
-    """
-    if isinstance(cost, Mapping) and all(
-        isinstance(name, str) and isinstance(amount, int) and amount >= 0
-        for name, amount in cost.items()
-    ):
-        return None
-    return f"gave {shown(cost)}, expected an amount of each resource"
-
-
-def matched_defect(matched: Any) -> str | None:
-    """Return the defect of a match of stored tokens, as the end of a sentence; None if it has none.
-
-    Args:
-        matched: the result of get_num_new_matched_tokens().
-    """
-    if isinstance(matched, tuple) and len(matched) == 2:
-        count = matched[0]
-        if count is None or (type(count) is int and count >= 0):
-            return None
-    return f"gave {shown(matched)}, expected tokens >= 0 or None, and whether between steps"
-
-
-def kept_defect(answer: Any) -> str | None:
-    """Return the defect of the answer to an ended request, as the end of a sentence, or None.
-
-    Args:
-        answer: the result of request_finished().
-    """
-    if isinstance(answer, tuple) and len(answer) == 2:
-        keep, params = answer
-        if isinstance(keep, bool) and (params is None or isinstance(params, Mapping)):
-            return None
-    return f"gave {shown(answer)}, expected whether blocks are kept, and a mapping or None"
-
-
-def names_defect(names: Any) -> str | None:
-    """Return the defect of request ids, as the end of a sentence; None if they have none.
-
-    Args:
-        names: the result of needs_results().
-    """
-    if isinstance(names, Collection) and not isinstance(names, str):
-        return None
-    return f"gave {shown(names)}, expected request ids"
-
-
 def drafts_defect(drafts: Any, users: Collection[str], limit: int, vocab_size: int) -> str | None:
     """Return the defect of drafts, as the end of a sentence; None if they have none.
 
     Args:
-        drafts: the result of drafts().
         users: requests that use the part.
         limit: the part's num_draft_tokens.
-        vocab_size: vocabulary size of the model.
     """
     if not isinstance(drafts, Mapping):
         return f"gave {shown(drafts)}, expected token ids by request id"
@@ -128,7 +115,6 @@ def draft_limits_defect(limits: Any, drafts: Mapping[str, Sequence[int]]) -> str
     """Return the defect of numbers of drafts, as the end of a sentence; None if they have none.
 
     Args:
-        limits: the result of limit_drafts().
         drafts: its argument.
     """
     if not isinstance(limits, Mapping):
@@ -145,7 +131,6 @@ def result_defect(faults: Any, users: Collection[str]) -> str | None:
     """Return the defect of a part's answer to a result, as the end of a sentence; None if none.
 
     Args:
-        faults: the result of result().
         users: requests that use the part, also the ones that have ended since their plan.
     """
     if faults is None:
@@ -162,7 +147,6 @@ def faults_defect(faults: Any, users: Collection[str]) -> str | None:
     """Return the defect of faults by request, as the end of a sentence; None if they have none.
 
     Args:
-        faults: the result of workers_started().
         users: requests that use the part.
     """
     if isinstance(faults, Mapping) and all(
@@ -170,17 +154,6 @@ def faults_defect(faults: Any, users: Collection[str]) -> str | None:
     ):
         return None
     return f"gave {shown(faults)}, expected faults of requests that use the part"
-
-
-def reason_defect(reason: Any) -> str | None:
-    """Return the defect of a reason to wait, as the end of a sentence; None if it has none.
-
-    Args:
-        reason: the result of gate().
-    """
-    if reason is None or isinstance(reason, str | WaitReason | Finish):
-        return None
-    return f"gave {shown(reason)}, expected a reason, a Finish or None"
 
 
 def shown_reason(part: str, reason: WaitReason | str | None) -> WaitReason | None:

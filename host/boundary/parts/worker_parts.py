@@ -17,6 +17,7 @@ from hardpoint.host.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.plugins import ForwardBatch, LogitsRequest, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.model import Attend, LayerHooks
+from hardpoint.plugins.model.forward import AttentionWeights
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.worker_half import (
@@ -33,14 +34,13 @@ from .layer_calls import LayerCalls
 LogitsObserver = Callable[[LogitsStage, torch.Tensor, Sequence[LogitsRequest]], None]
 """Reads the logits [rows, vocab] after a stage, and whose rows they are."""
 
-_HOOKS = {"embedded": "embedded tokens", "linear": "linear layers", "added": "what layers add"}
-"""What each hook of a model changes."""
-
-_CALLERS = {
-    "embedded": ", as the layers of hardpoint.toolkit do",
-    "linear": ", as the layers of hardpoint.toolkit do",
-    "added": ", as the built-in decoders do",
+_HOOKS = {
+    "embedded": ("changes embedded tokens", "embedded, as the layers of hardpoint.toolkit do"),
+    "linear": ("changes linear layers", "linear, as the layers of hardpoint.toolkit do"),
+    "added": ("changes what layers add", "added, as the built-in decoders do"),
+    "skips": ("skips layers", "added, as the built-in decoders do"),
 }
+"""Effect of each method of a half in the layers, and the hook that the model has to call."""
 
 _AFTER_LAYERS = ("after_layers", "hidden", "logits", "processed", "sampled", "report")
 _IN_STEPS = ("begin", *IN_LAYERS, *_AFTER_LAYERS)
@@ -231,12 +231,13 @@ class WorkerParts:
             PluginContractError: it does not.
         """
         for half in self._halves:
-            for method, target in _HOOKS.items():
+            for method, (effect, hook) in _HOOKS.items():
+                is_called = hook.partition(",")[0] in model.called_hooks
                 is_here = method != "embedded" or parallel.is_first
-                if half.overrides(method) and is_here and method not in model.called_hooks:
+                if half.overrides(method) and is_here and not is_called:
                     raise PluginContractError(
-                        f"{half.source}: it changes {target}, and {model.source} does not call "
-                        f"ModelContext.hooks.{method}{_CALLERS[method]}"
+                        f"{half.source}: it {effect}, and {model.source} does not call "
+                        f"ModelContext.hooks.{hook}"
                     )
 
     def start(self, blocks: KVBlocks | None) -> dict[str, bytes]:
@@ -294,9 +295,11 @@ class WorkerParts:
         """Whether a half is called in the layers of this step."""
         return bool(self._around)
 
-    def around_layers(self, attend: Attend) -> Attend:
-        """Return `attend` with the calls of all halves around it."""
+    def around_layers(self, attend: Attend, weights: AttentionWeights) -> Attend:
+        """Return `attend` with the calls of all halves around it, which may call `weights`."""
         for half in [half for half in reversed(self._around) if half.overrides("around_layers")]:
+            if half.overrides("take_attention_weights"):
+                self._run(half, "take_attention_weights", weights)
             inner = self._run(half, "around_layers", attend)
             if callable(inner):
                 attend = inner
@@ -309,8 +312,6 @@ class WorkerParts:
         """Let halves change embeddings and linear layers of a model while the body runs it.
 
         Args:
-            hooks: hooks of the model.
-            requests: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
         users = {
@@ -319,7 +320,8 @@ class WorkerParts:
             if any(map(half.overrides, _HOOKS))
         }
         is_called = self._around.__contains__
-        calls = LayerCalls(users, is_called, self._run, self._changed, self._leave_out)
+        functions = is_called, self._run, self._changed, self._leave_out
+        calls = LayerCalls(users, int(list(starts)[-1]), *functions)
         with calls.bound(hooks):
             yield
 
@@ -345,7 +347,6 @@ class WorkerParts:
 
         Args:
             hidden: [tokens, hidden_size].
-            requests: requests of the step.
             starts: first token of each request, and the number of all tokens.
         """
         for half in list(self._active):
@@ -390,9 +391,7 @@ class WorkerParts:
         """Return values with the rows of a half as it changed them; it never gets other rows.
 
         Args:
-            method: name of the half's method.
             values: [rows, ...].
-            indices: rows of the half.
             rows: last argument.
             before: arguments before the values.
         """
@@ -464,11 +463,7 @@ class WorkerParts:
     def _leave_out(
         self, half: BoundWorkerHalf, method: str, defect: str, cause: BaseException | None = None
     ) -> None:
-        """Leave a half out of the rest of the step.
-
-        Raises:
-            PluginFaultError: another rank gives the result of the step.
-        """
+        """Leave a half out of the rest of the step."""
         half.state.log()
         message = f"its {method}() {defect}"
         begins = method == "begin" and half.is_in_layers  # its layers are left out, too
@@ -486,11 +481,7 @@ def _run_model(forward: Callable[[ForwardBatch], torch.Tensor], step: ForwardSte
 
 
 def _run_around(half: BoundWorkerHalf, forward: Forward, step: ForwardStep) -> torch.Tensor:
-    """Return the hidden states that a half's function gives.
-
-    Raises:
-        PluginFaultError: it gave something else.
-    """
+    """Return the hidden states that a half's function gives."""
     hidden = forward(step)
     if not isinstance(hidden, torch.Tensor) or hidden.dim() != 2:
         raise half.wrong("around_model", hidden, "in a step, expected hidden states")

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -24,7 +24,6 @@ from hardpoint.host.registry.kinds import PluginKind
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.executor import ExecutorContext, Worker, WorkerInfo, open_worker
 from hardpoint.plugins.kv_cache import EvictionPolicy
-from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.output_parser import (
     ContentText,
     OutputEvent,
@@ -39,10 +38,9 @@ from hardpoint.plugins.requests.request import Request
 from hardpoint.plugins.scheduling.scheduler import SchedulerContext
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.kv_cache import KVCacheManager
     from hardpoint.plugins.requests import EngineCoreRequest
-    from hardpoint.plugins.requests.plan import BlockIds, SchedulerOutput
-    from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
+    from hardpoint.plugins.requests.plan import SchedulerOutput
+    from hardpoint.plugins.scheduling.scheduler import Gates
 
 __all__ = ["CachedBlock", "DraftTokenIds", "Grammars", "ReasoningContext", "ReasoningParser"]
 
@@ -199,42 +197,28 @@ class _GatesAsGrammars:
         return self._gates.wait_reason(request) is None
 
 
-class _TransfersAsConnector(KVConnectorScheduler):
+class _Extended:
+    """An object with the method that contract 1 had besides, which a derived class adds."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class _Connector(_Extended):
     """The transfers as the connector of contract 1, which also makes the data of plans."""
-
-    def __init__(self, transfers: BlockTransfers) -> None:
-        self._transfers = transfers
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self._transfers.get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def update_state_after_alloc(
-        self, request: Request, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
-        self._transfers.update_state_after_alloc(request, block_ids, num_external_tokens)
-
-    def request_finished(
-        self, request: Request, block_ids: BlockIds
-    ) -> tuple[bool, Mapping[str, Any] | None]:
-        return self._transfers.request_finished(request, block_ids)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> None:
         """Return None: the step part's `begin` gives the data of a plan."""
 
 
-class _KVCache:
-    """The KV cache with the method that contract 1 had besides."""
-
-    def __init__(self, manager: KVCacheManager) -> None:
-        self._manager = manager
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
+class _KVCache(_Extended):
+    """The KV cache of contract 1."""
 
     def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:  # noqa: ARG002
-        return [0] * len(self._manager.groups)
+        return [0] * len(self._original.groups)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,7 +230,7 @@ class _SchedulerContext(SchedulerContext):
         grammars: the gates.
     """
 
-    connector: KVConnectorScheduler | None = None
+    connector: Any = None
     grammars: Grammars | None = None
 
     @classmethod
@@ -258,7 +242,7 @@ class _SchedulerContext(SchedulerContext):
         fields["kv_cache"] = _KVCache(context.kv_cache)
         return cls(
             **fields,
-            connector=None if transfers is None else _TransfersAsConnector(transfers),
+            connector=None if transfers is None else _Connector(transfers),
             grammars=None if gates is None else _GatesAsGrammars(gates),
         )
 

@@ -81,7 +81,6 @@ def object_hint(target: Any, kind: str | None = None) -> str:
     """Return, as the end of a message, the package that may run an object which no plugin runs.
 
     Args:
-        target: the object.
         kind: the kind that is needed; None is any.
     """
     bases = target.__mro__ if inspect.isclass(target) else ()
@@ -100,8 +99,8 @@ def object_hint(target: Any, kind: str | None = None) -> str:
 
 def _advice(package: ExternalPackage) -> str:
     return (
-        f"of {package.engine}'s classes, logits processors run: {package.install_hint}; "
-        f"docs/migrate-from-vllm.md names the kinds that replace the others"
+        f"of {package.engine}'s classes, processors, parsers, stat loggers and connectors run: "
+        f"{package.install_hint}; docs/migrate-from-vllm.md names the kinds that replace the others"
     )
 
 

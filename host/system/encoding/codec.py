@@ -50,6 +50,10 @@ class Encoder:
 
     Large tensors and arrays are not copied: their frames are views of their memory, which must
     not change until the message is sent. Gradients do not travel.
+
+    Args:
+        inline_below: tensors and arrays of fewer bytes are part of the main frame.
+        most_bytes: a message with a larger frame is rejected.
     """
 
     def __init__(
@@ -58,12 +62,6 @@ class Encoder:
         inline_below: int = INLINE_BELOW,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        """Create an encoder.
-
-        Args:
-            inline_below: tensors and arrays of fewer bytes are part of the main frame.
-            most_bytes: a message with a larger frame is rejected.
-        """
         self._inline_below = inline_below
         self._most_bytes = most_bytes
         self._encoder = msgpack.Encoder(enc_hook=self._extension)
@@ -139,6 +137,10 @@ class Decoder(Generic[T]):
     Any input results in a message or a WireError. Small tensors are copies. Large ones
     share the memory of their frame and keep it alive; treat them as read-only and clone them
     before writing (arrays enforce it, torch cannot).
+
+    Args:
+        type_: type of the messages; by default any plain data.
+        share_frames: False copies large tensors too.
     """
 
     def __init__(
@@ -147,12 +149,6 @@ class Decoder(Generic[T]):
         *,
         share_frames: bool = True,
     ) -> None:
-        """Create a decoder.
-
-        Args:
-            type_: type of the messages; by default any plain data.
-            share_frames: False copies large tensors too.
-        """
         self._type = type_
         self._copy = not share_frames
         self._decoder = msgpack.Decoder(

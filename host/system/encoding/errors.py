@@ -68,7 +68,6 @@ def field_path(type_: Any, steps: list[str], name: str | None = None) -> str:
     """Return the path to a value, with the names of fields that are encoded by position.
 
     Args:
-        type_: type of the message.
         steps: from the message down: `[2]` is an index, `[...]` any index, others are keys.
         name: name of the message, if not the name of its type.
     """

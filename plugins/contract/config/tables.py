@@ -56,17 +56,16 @@ class PluginsConfig(Strict):
         enable: components to enable.
         disable: names or FQCNs of built-in defaults, and of the program's components, to disable.
         replace: the component that replaces an enabled one, by the name of the latter.
-        on_error: scope of a fault of a plugin, by its name: "request", the requests that use it,
-            "step", only its decision in that step, or "engine". A plugin has the scope of its
-            kind, or "engine".
-        quarantine_after: number of distinct requests that a third-party logits processor may end
-            before requests that use it are rejected; 0 is no limit.
+        on_error: scope of a fault, by the name of the plugin: "request", the requests that use it,
+            "step", its decision in that step, or "engine"; by default, that of its kind.
+        quarantine_after: number of distinct requests that a third-party logits processor, or calls
+            that an IO processor, may end before it is rejected; 0 is no limit.
         slow_seconds: time that a plugin's methods may take in one step, for which all requests
             wait; a longer one is counted in `LLM.plugins.health()` and logged. 0 is no limit.
-        foreign_groups: entry-point groups of other engines to search for logits processors,
-            "vllm.logits_processors" for example.
-        live: names of the plugins that a live change over HTTP may enable, as a replacement too;
-            none by default.
+        io_rounds: maximum number of rounds of prompts in a call of an IO processor.
+        io_prompts: maximum number of prompts in all rounds of a call of an IO processor.
+        foreign_groups: entry-point groups of other engines to search for logits processors.
+        live: names of the plugins that a live change over HTTP may enable, also as replacements.
         change_seconds: time that all processes together have to prepare a live change.
         require_proof: reject third-party packages without a proof of `hardpoint plugins check
             --attest`, or with other files than it states; "signed" requires a signature, too.
@@ -79,6 +78,8 @@ class PluginsConfig(Strict):
     on_error: dict[str, Literal["request", "step", "engine"]] = {}
     quarantine_after: Live[Annotated[int, Meta(ge=0)]] = 3
     slow_seconds: Annotated[float, Meta(ge=0)] = 1.0
+    io_rounds: Live[Count] = 16
+    io_prompts: Live[Count] = 65536
     foreign_groups: list[Literal["vllm.logits_processors"]] = []
     live: list[Name] = []
     change_seconds: Live[PositiveSeconds] = 30.0

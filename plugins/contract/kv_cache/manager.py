@@ -154,7 +154,8 @@ class KVCacheManager(Protocol):
     def lookup(self, request: Request) -> CachedPrefix:
         """Return the cached prefix of a request, leaving at least one token to compute.
 
-        It is empty for requests that ask for prompt log-probabilities.
+        It is empty for requests that ask for prompt log-probabilities, and ends before the first of
+        `Request.releases`.
         """
 
     def admit(
@@ -190,8 +191,9 @@ class KVCacheManager(Protocol):
     ) -> BlockIds | None:
         """Extend a request's blocks to hold `num_new_tokens` more than are computed.
 
-        Without lookahead, a single token changes nothing if it is neither the first nor the last
-        one of a block: it needs no call.
+        The blocks that `Request.releases` has released for the next token leave the tables first.
+        Without lookahead and releases, a single token changes nothing if it is neither the first
+        nor the last one of a block: it needs no call.
 
         Returns:
             The new blocks per group, `()` if it needs none; None, with nothing changed, if there

@@ -63,6 +63,9 @@ class AttentionStep:
     one of these for each group, which differ in `block_table`, `slots` and `group` alone. Blocks
     that the group's window has passed are no longer the sequence's: they may have been written to.
 
+    Blocks that a step part has released (`Request.releases`) are left out of `block_table` and of
+    `seq_lens`: the sequence is as long as its other blocks. Keys were rotated by their positions.
+
     A step that `Ops.record` records for later ones, of the sizes in `Ops.record_sizes`, has one
     query per sequence. Its `seq_lens` are the most that such steps may have; its tensors stay where
     they are, and have the values of the step that runs. Some of its sequences may be padding, of
@@ -152,6 +155,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Whether `attend` computes `KVSpec.sinks`; otherwise models that have them are rejected."""
     sees_ahead: ClassVar[bool] = False
     """Whether it computes `AttentionStep.sees`; otherwise models that need it are rejected."""
+    reports_weights: ClassVar[bool] = False
+    """Whether it has `attention_weights`; otherwise step parts that read them are rejected."""
     rotates: ClassVar[bool] = False
     """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`.
 
@@ -283,6 +288,26 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         Returns:
             [tokens, num_heads, head_size]; `value_size` where `spec` has it.
         """
+
+    def attention_weights(
+        self, spec: KVSpec, cache: CacheT, step: AttentionStep, sequence: int, q: torch.Tensor
+    ) -> torch.Tensor:
+        """Return how much the last tokens of a sequence attend to each of its tokens.
+
+        Called after `attend` of the layer, if `reports_weights`.
+
+        Args:
+            spec: the layer.
+            cache: as for `attend`.
+            step: positions of the step in the layer's group.
+            sequence: index in the step.
+            q: queries of the last tokens of the sequence, [queries, num_heads, head_size], rotated.
+
+        Returns:
+            Attention weights, summed over the queries: float32 [num_heads, length of the sequence].
+            The weights of a query are at most 1 together, less with `KVSpec.sinks`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no attention_weights")
 
     def rotate_and_attend(
         self,

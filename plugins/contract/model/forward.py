@@ -37,6 +37,25 @@ class Attend(Protocol):
         """
 
 
+class AttentionWeights(Protocol):
+    """Attention weights of the layers of a step, for `LayerWrapper.take_attention_weights`."""
+
+    def __call__(self, layer: int, q: torch.Tensor, request_id: str, count: int) -> torch.Tensor:
+        """Return how much the last tokens of a request in the step attend to each of its tokens.
+
+        Tokens of released blocks are left out: `Request.releases` has their positions.
+
+        Args:
+            layer: index in `Model.kv_specs`, after its call of `attend`.
+            q: queries of the step that `attend` got and has rotated in place.
+            request_id: request of the step.
+            count: number of tokens, at most its tokens in the step.
+
+        Returns:
+            Weights, summed over the tokens: float32 [num_heads, keys].
+        """
+
+
 class Advance(Protocol):
     """Moves the state of a layer over the tokens of sequences, for `ForwardBatch.recur`."""
 
@@ -101,6 +120,8 @@ class ForwardBatch:
         token_types: int64 [tokens]; 1 for tokens of the second of two texts, 0 for others. None if
             all are 0, and for models without `token_types`.
         recur: recurrence of a layer of `Model.state_specs`: `recur(layer, advance, x)`.
+        num_layers: number of decoder layers to compute, the first ones, before the last norm; None
+            is all. The other layers write no keys and values.
         needed: int64 [rows], at least one; the tokens whose hidden states are read. A model may
             skip others after the attention of its last layer: their rows are then 0. None is all.
     """
@@ -112,6 +133,7 @@ class ForwardBatch:
     routed_experts: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
     recur: Recur = field(default=no_states, repr=False)
+    num_layers: int | None = None
     needed: torch.Tensor | None = None
 
 
@@ -140,7 +162,8 @@ class LayerHooks:
     """Changes by step parts in the layers of a model, set while a step that they change runs.
 
     `Embedding.changed` and `Linear` of `hardpoint.toolkit.layers` call the first two, the model the
-    third. A model that does not call one is rejected together with a part that needs it.
+    others. A model that does not call one of the first three is rejected together with a part that
+    needs it.
 
     Attributes:
         embedded: called with the embedded tokens [tokens, hidden_size], where they enter the first
@@ -153,6 +176,10 @@ class LayerHooks:
             model, "attention" or "mlp", the residual stream [tokens, hidden_size] and the tensor
             that is about to be added, of the same shape; may change both in place. If ranks share
             the layer, it is called after they have added up their parts.
+        skips: called before a decoder layer with its index in the model; returns which tokens skip
+            it, bool [tokens], or None if none does. Keys, values and states of the layer are
+            computed for all tokens. Of tokens that skip it, the rest is not needed: `added` sets
+            what is about to be added to zero. So a model that does not call it has equal results.
         matrices: the matrices of `linear` calls, by name; layers add theirs when they are
             made.
     """
@@ -162,6 +189,7 @@ class LayerHooks:
         Callable[[Sequence[tuple[str, int]], torch.Tensor, torch.Tensor], torch.Tensor] | None
     ) = None
     added: Callable[[int, Branch, torch.Tensor, torch.Tensor], None] | None = None
+    skips: Callable[[int], torch.Tensor | None] | None = None
     matrices: dict[str, LinearMatrix] = field(default_factory=dict)
 
 

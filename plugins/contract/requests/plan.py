@@ -34,6 +34,7 @@ class NewRequest(msgspec.Struct, frozen=True):
         block_ids: its whole block table, one list per group.
         num_computed_tokens: leading tokens with keys and values in these blocks.
         resumed: whether it was preempted before.
+        released_columns: see `CachedRequests`.
     """
 
     source: EngineCoreRequest
@@ -41,6 +42,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     block_ids: BlockIds
     num_computed_tokens: int
     resumed: bool = False
+    released_columns: Sequence[tuple[int, int]] = ()
 
 
 class SampledTokens(msgspec.Struct, frozen=True):
@@ -62,11 +64,14 @@ class CachedRequests(msgspec.Struct, frozen=True):
         request_ids: in the scheduler's order.
         num_computed_tokens: one per request id, before this step.
         new_block_ids: blocks to append per group, by request id, for requests that get any.
+        released_columns: by request id, columns that leave its block tables before the step, one
+            range (first, last + 1) after the other: `BlockReleases.starting_at`.
     """
 
     request_ids: Sequence[str] = ()
     num_computed_tokens: Sequence[int] = ()
     new_block_ids: Mapping[str, BlockIds] = {}
+    released_columns: Mapping[str, Sequence[tuple[int, int]]] = {}
 
 
 class PartData(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from hardpoint.plugins.component.type_variables import ArgumentsT_co
 from hardpoint.typed import ReadOnlyList
 
 from .params import EngineCoreRequest, SamplingParams
+from .releases import BlockReleases
 from .stats import EngineCoreEvent
 
 __all__ = ["Request", "RequestStatus"]
@@ -52,6 +53,8 @@ class Request(Generic[ArgumentsT_co]):
         num_preemptions: number of preemptions.
         num_overtaken: steps that admitted another request first while it was set aside.
         events: events not sent yet.
+        releases: KV blocks that step parts release, by `EngineHalfContext.release_blocks`; None if
+            they release none.
         arguments: for the policy: result of its `prepare` for the request's arguments, the
             defaults if it gives none. The engine sets it before a policy gets the request.
         view: view of it for policies, made for the first one that is called. A scheduler sets it
@@ -75,6 +78,7 @@ class Request(Generic[ArgumentsT_co]):
         "order",
         "output_token_ids",
         "priority",
+        "releases",
         "request_id",
         "source",
         "status",
@@ -104,6 +108,7 @@ class Request(Generic[ArgumentsT_co]):
         self.num_preemptions = 0
         self.num_overtaken = 0
         self.events: list[EngineCoreEvent] = []
+        self.releases: BlockReleases | None = None
         self.arguments: ArgumentsT_co = None  # type: ignore[assignment]
         self.view: Request | None = None
 
@@ -111,6 +116,12 @@ class Request(Generic[ArgumentsT_co]):
     def params(self) -> SamplingParams:
         """Its sampling parameters."""
         return self.source.params
+
+    @property
+    def num_plain_tokens(self) -> int:
+        """Number of known leading tokens with keys and values that no release changes."""
+        first = self.num_tokens if self.releases is None else self.releases.all[0].at
+        return min(first, self.num_tokens)
 
     @property
     def tags(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Activation taps: read or change hidden states inside of a model, of the requests that ask."""
+"""Activation taps: read or change hidden states inside of a model, or end its layers early."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ class TapRows:
 
 
 class ActivationTap(ComponentWithArguments):
-    """Reads or changes hidden states inside of the model, of the requests that ask for it.
+    """Reads or changes hidden states inside of the model, or ends its layers, for some requests.
 
     A request asks by its arguments under `plugin_args[name]`, `{}` if there are none. A class
-    overrides `read`, `change`, or both: at one site, `read` gets the result of `change`. Taps are
-    called in their order (`plugins.enable`).
+    overrides some of `change`, `exits` and `read`: at one site, they are called in this order, and
+    the others get the result of `change`. Taps are called in their order (`plugins.enable`).
 
-    Neither changes state: the results depend on the hidden states, the arguments and the
+    None of them changes state: the results depend on the hidden states, the arguments and the
     positions of a token alone, so that it does not matter how a prompt is cut into chunks, which
     other requests run, and whether a draft is computed again.
 
@@ -163,7 +163,7 @@ class ActivationTap(ComponentWithArguments):
     @classmethod
     @returns(instance(bytes))
     def cache_key(cls, arguments: Any) -> bytes:
-        """Return a key of the effect of `change`, besides options and version of the plugin.
+        """Return a key of the effect of `change` and `exits`, besides options and version.
 
         Requests share keys and values in the KV cache, and in stores of it, only where it is the
         same. By default all arguments. Of a class that reads a file, it should have the content of
@@ -205,6 +205,25 @@ class ActivationTap(ComponentWithArguments):
         Args:
             site: one of `sites` of each request.
             values: [tokens, hidden_size], in the dtype of the model; not to be changed in place.
+            rows: the requests of these tokens.
+        """
+        return None
+
+    def exits(
+        self,
+        site: TapSite,  # noqa: ARG002
+        values: torch.Tensor,  # noqa: ARG002
+        rows: TapRows,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Return which tokens skip all later layers, bool [tokens]; None if none does.
+
+        Called at sites after a layer, `"layer_output"`. The next token is then sampled as if the
+        model ended there. Later layers still compute keys and values of these tokens, see
+        `ResidualStream.skips`.
+
+        Args:
+            site: one of `sites` of each request.
+            values: [tokens, hidden_size], in the dtype of the model; not to be changed.
             rows: the requests of these tokens.
         """
         return None

@@ -229,6 +229,12 @@ class Scheduler(Component):
     context: SchedulerContext
     limits_waiting_tokens: ClassVar[bool] = False
     """Whether it obeys `limits.max_waiting_tokens`; others reject the start with that limit."""
+    releases_blocks: ClassVar[bool] = False
+    """Whether its plans obey `Request.releases`; others reject a step part that releases blocks.
+
+    A plan has no more tokens of a request than `BlockReleases.num_before_next`, and the columns of
+    `BlockReleases.starting_at` for its first token.
+    """
 
     def __init__(self, context: SchedulerContext) -> None:
         """Create a scheduler without requests.

@@ -131,6 +131,14 @@ class ModelControl(Protocol):
             RequestError: it is malformed.
         """
 
+    async def constrained_params(
+        self,
+        prompt: Mapping[str, Any],
+        sampling_params: SamplingParams,
+        **options: Unpack[ChatOptions],
+    ) -> SamplingParams:
+        """Return the parameters of a conversation, with the grammar of its tool calls."""
+
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenized in another thread."""
 

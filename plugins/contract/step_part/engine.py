@@ -7,8 +7,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hardpoint.errors import RequestError
 from hardpoint.plugins.kv_cache.events import KVEvent
 from hardpoint.plugins.kv_cache.eviction import RetainedBlocks
+from hardpoint.plugins.requests.releases import BlockReleases
 from hardpoint.plugins.requests.request import Request
 from hardpoint.plugins.scheduling.step_cost import StepCost
 from hardpoint.plugins.scheduling.step_record import WaitReason
@@ -135,6 +137,7 @@ class EngineHalfContext:
             the steps that were planned before; raises the exception of a rank. Once workers run.
         border: runs actions between two steps, once workers run; None if the context was made by
             hand.
+        can_release_blocks: whether `release_blocks` can be called: `StepPart.releases_blocks`.
     """
 
     components: ComponentFactory
@@ -153,3 +156,44 @@ class EngineHalfContext:
     call_workers: Callable[[bytes], Sequence[bytes]] = _without_workers
     why_waiting: Callable[[str], WaitReason | None] = lambda _request_id: None
     border: StepBorder | None = None
+    can_release_blocks: bool = False
+
+    def release_blocks(self, request: Request, span: range, at: int | None = None) -> range:
+        """Release KV blocks of a request; its tokens from position `at` on do not attend to them.
+
+        All tokens keep their positions. The division into steps changes no token: the scheduler
+        ends a step before `at`, and a preempted request computes the same keys and values again.
+        Blocks with tokens from `at` on are not shared by the prefix cache.
+
+        Args:
+            request: a live request, from `AdmissionGate.gate` until it ends.
+            span: positions of tokens before `at`; only whole blocks are released. Without any, a
+                step ends before `at` all the same.
+            at: not before a token that is planned, or an earlier release. None: the next token
+                that is not planned. Steps may be planned ahead, so that this is not the same token
+                in each run: pass a position if outputs have to be reproducible.
+
+        Returns:
+            The positions of the blocks; empty if the span has no whole block.
+
+        Raises:
+            RequestError: a request with images or other media.
+            ValueError: a position that is out of range.
+            RuntimeError: the part does not have `releases_blocks`.
+        """
+        if not self.can_release_blocks:
+            raise RuntimeError("release_blocks: expected releases_blocks = True in the step part")
+        releases = request.releases or BlockReleases()
+        earliest = max(request.num_computed_tokens, releases.all[-1].at if releases.all else 1)
+        at, name = earliest if at is None else at, f"release_blocks: {request.request_id!r}"
+        if at < earliest:
+            raise ValueError(f"{name}: at: expected a position from {earliest} on, got {at}")
+        if span.step != 1 or not 0 <= span.start <= span.stop <= at:
+            raise ValueError(f"{name}: span: expected positions from 0 to {at}, got {span}")
+        if features := request.source.features:
+            raise RequestError(f"{name}: expected a prompt without media, got {len(features)}")
+        size = self.block_size
+        blocks = range(-(-span.start // size), span.stop // size)
+        releases.add(blocks, at, size)
+        request.releases = releases
+        return range(blocks.start * size, blocks.stop * size) if blocks else range(0)

@@ -31,7 +31,7 @@ from hardpoint.plugins.scheduling.step_record import WaitReason
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.plugins.model.forward import Attend, Branch
+    from hardpoint.plugins.model.forward import Attend, AttentionWeights, Branch
     from hardpoint.plugins.sampling.phases import LogitsStage
     from hardpoint.plugins.sampling.rows import DraftedStep, LogitsRequest
 
@@ -192,6 +192,8 @@ class WorkerHalf:
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None: ...
 
+    def take_attention_weights(self, weights: AttentionWeights) -> None: ...
+
     def around_layers(self, attend: Attend) -> Attend:
         return attend
 
@@ -215,6 +217,9 @@ class WorkerHalf:
         delta: torch.Tensor,
         rows: StepRows,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None
+
+    def skips(self, layer: int, rows: StepRows) -> torch.Tensor | None:
         return None
 
     def after_layers(self) -> None: ...

@@ -313,10 +313,14 @@ class StepPart(ComponentWithArguments):
         changes_live: whether it may be enabled, replaced and disabled while an engine runs; its
             requests finish with the part, and the options, that they were admitted with. A half
             that takes part in the start of an engine or of its workers can not be changed.
+        releases_blocks: whether it calls `EngineHalfContext.release_blocks`. The start fails with a
+            scheduler without `releases_blocks`, a KV connector, or a model with sliding windows
+            or recurrent layers.
     """
 
     context: StepPartContext
     changes_live: ClassVar[bool] = False
+    releases_blocks: ClassVar[bool] = False
     fault_scope: ClassVar[Literal["request", "step", "engine"]] = "request"
     before: ClassVar[Sequence[str]] = ()
     after: ClassVar[Sequence[str]] = ()

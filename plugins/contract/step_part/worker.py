@@ -175,6 +175,7 @@ class ModelOpener(Protocol):
         *,
         vocab_size: int | None = None,
         same_tokens: bool = False,
+        num_layers: int | None = None,
     ) -> SequenceModel:
         """Return a loaded model, which the caller closes, with the settings of the engine's model.
 
@@ -187,10 +188,12 @@ class ModelOpener(Protocol):
             vocab_size: required size of its vocabulary; None takes any.
             same_tokens: whether its token ids have to stand for the same texts as the token ids of
                 the engine's model. Where one of them has no tokenizer, they are not compared.
+            num_layers: number of decoder layers of `MAIN_MODEL` to compute before its last norm
+                and output layer (early exit), with a KV cache of these layers; None is all.
 
         Raises:
             ModelError: it cannot be loaded, has another vocabulary or tokenizer, or does not fit;
-                or the engine's own model is divided among ranks, or keeps states.
+                or the engine's own model is divided among ranks, keeps states, or has fewer layers.
         """
 
 

@@ -23,7 +23,7 @@ from hardpoint.plugins.requests.plan import SchedulerOutput
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.plugins.model.forward import Attend, Branch
+    from hardpoint.plugins.model.forward import Attend, AttentionWeights, Branch
     from hardpoint.plugins.sampling.phases import LogitsStage
     from hardpoint.plugins.sampling.rows import DraftedStep, LogitsRequest
 
@@ -185,7 +185,7 @@ class LinearProducts(Protocol):
 
 
 class ResidualStream(Protocol):
-    """Reads or changes the outputs of attention and MLP of each layer in the residual stream.
+    """Reads or changes the outputs of attention and MLP of each layer, or skips layers.
 
     Attributes:
         layers: decoder layers for which `added` is called in this step, by their indices in the
@@ -196,7 +196,6 @@ class ResidualStream(Protocol):
     layers: Collection[int] | None = None
     wants_layers: bool = True
 
-    @abstractmethod
     def added(
         self,
         layer: int,
@@ -216,6 +215,26 @@ class ResidualStream(Protocol):
             delta: the same.
             rows: the requests of these tokens.
         """
+        return None
+
+    def skips(self, layer: int, rows: StepRows) -> torch.Tensor | None:
+        """Return which tokens skip a layer, bool [tokens]; None if none does.
+
+        Called before each layer. The residual stream of these tokens stays as it is: outputs of
+        attention and MLP of the layer are zero when `added` of all parts is called. The layer
+        computes keys and values of these tokens from this residual stream, by its own norm and
+        projections, so that later tokens of any depth see them (state propagation, Schuster et al.,
+        "Confident adaptive language modeling", 2022). States of layers without attention advance
+        likewise. To end the layers of a token, let it skip all that follow.
+
+        A token's result must not depend on other tokens of the step. Keys and values depend on it,
+        as on `embedded`.
+
+        Args:
+            layer: its index in the model.
+            rows: the requests of these tokens.
+        """
+        return None
 
 
 class LayerWrapper(Protocol):
@@ -230,6 +249,14 @@ class LayerWrapper(Protocol):
     @abstractmethod
     def around_layers(self, attend: Attend) -> Attend:
         """Return a function that is called instead of `attend` for each layer of the step."""
+
+    def take_attention_weights(self, weights: AttentionWeights) -> None:
+        """Take the attention weights of the step, to be called in its layers.
+
+        Called before `around_layers`. The start fails with an attention backend without
+        `reports_weights`.
+        """
+        return None
 
     def after_layers(self) -> None:
         """Complete the calls of `around_layers`; called after the last layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -38,17 +39,24 @@ class IOProcessorContext(Context["IOProcessor"]):
     tokenizer: Callable[[], Tokenizer]
 
 
-def _prompts(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> list[Any]:  # noqa: ARG001
+def _prompts(
+    value: Any,
+    args: Sequence[Any],  # noqa: ARG001
+    originals: Sequence[Any],  # noqa: ARG001
+    *,
+    verb: str = "returned",
+) -> list[Any]:
     expected = "expected a pair of a prompt and its PoolingParams or SamplingParams"
     if not isinstance(value, list | tuple):
-        raise unusable(value, ", expected a list of pairs of a prompt and its parameters", LONG)
+        expected = "expected a list of pairs of a prompt and its parameters"
+        raise UnusableError(f"{verb} {shown(value, LONG)}, {expected}")
     for place, pair in enumerate(value):
         if not (
             isinstance(pair, tuple)
             and len(pair) == 2
             and isinstance(pair[1], PoolingParams | SamplingParams)
         ):
-            raise UnusableError(f"returned {shown(pair)} at [{place}], {expected}")
+            raise UnusableError(f"{verb} {shown(pair)} at [{place}], {expected}")
     return list(value)
 
 
@@ -69,8 +77,12 @@ def _as_json(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> bytes
     return encoded
 
 
+_PAIRS = "a list of pairs: a prompt, and `PoolingParams` or `SamplingParams`"
 ANYTHING = Returned("anything", lambda value, *_: value)
-PROMPTS = Returned("a list of pairs: a prompt, and `PoolingParams` or `SamplingParams`", _prompts)
+PROMPTS = Returned(_PAIRS, _prompts)
+ROUND = Returned(_PAIRS, functools.partial(_prompts, verb="yielded"))
+"""Prompts that a generator of `post_process` yields."""
+OUTPUT = Returned(f"anything; a generator yields {_PAIRS}, and returns anything", ANYTHING.check)
 JSON = Returned("plain data, structs or arrays, of finite numbers", _as_json)
 
 
@@ -78,8 +90,9 @@ class IOProcessor(Component):
     """Converts an input of another kind to prompts, and their outputs to a result.
 
     A call is `parse_request`, `pre_process`, the requests to the engine, `post_process`, and for an
-    answer over HTTP `output_to_response`. One thread at a time calls a processor, and none that
-    others wait for. Calls overlap: keep the state of a call in its request, not in the processor.
+    answer over HTTP `output_to_response`. A `post_process` that is a generator has further rounds
+    of requests. One thread at a time calls a processor, and none that others wait for. Calls
+    overlap: keep the state of a call in its request or in the generator, not in the processor.
 
     An error of these methods ends the call and nothing else. Only a RequestError is the client's.
 
@@ -130,15 +143,20 @@ class IOProcessor(Component):
             RequestError: no prompts can be made of it; begins with the path of the mistake.
         """
 
-    @returns(ANYTHING)
+    @returns(OUTPUT)
     @abstractmethod
     def post_process(self, request: Any, outputs: Sequence[Any]) -> Any:
         """Return the output of a request, made from the outputs of its prompts.
 
+        A generator may yield the prompts of another round, as `pre_process` returns them: `yield`
+        returns their outputs in order, and the value that the generator returns is the output. A
+        call has at most `plugins.io_rounds` rounds and `plugins.io_prompts` prompts; its timeout is
+        the time of all rounds. If a round fails or the caller leaves, the generator is closed.
+
         Args:
             request: result of `parse_request`.
-            outputs: `PoolingRequestOutput` or `RequestOutput`, in the order of the prompts; each is
-                finished. They must not be changed.
+            outputs: `PoolingRequestOutput` or `RequestOutput`, in the order of the prompts of the
+                first round; each is finished. They must not be changed.
         """
 
     @returns(JSON)

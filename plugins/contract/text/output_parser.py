@@ -451,5 +451,14 @@ class OutputFormat:
         """
         return None
 
+    def end(self, outcome: Literal["finished", "aborted", "failed"]) -> None:
+        """Observe the end of the request; called once for each format, before `close`.
+
+        Args:
+            outcome: "aborted" by the caller or by a timeout; "failed" by an error or because the
+                request is rejected after `output_format`. Of several completions, "failed" comes
+                before "aborted", and both before "finished".
+        """
+
     def close(self) -> None:
         """Release resources; called once, when the last completion has ended."""

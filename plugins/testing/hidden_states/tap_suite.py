@@ -27,8 +27,9 @@ SITES = Rule(
     "return a list of TapSite(layer, place), each once, which depends on the arguments alone",
 )
 SHAPE = Rule(
-    "shape: read() gives a row per token, change() hidden states of the same shape",
-    "return a tensor [tokens, ...] of numbers, or [tokens, hidden_size] without NaN and infinity",
+    "shape: read() gives a row per token, change() hidden states of the same shape, exits() bools",
+    "return a tensor [tokens, ...] of numbers, [tokens, hidden_size] without NaN and infinity, or "
+    "torch.bool [tokens]",
 )
 ALONE = Rule(
     "alone: a token comes to the same in other chunks, and next to other requests",
@@ -45,7 +46,7 @@ IN_PLACE = Rule(
     "change them",
 )
 EFFECT = Rule(
-    "effect: some request reads or changes hidden states",
+    "effect: some request reads or changes hidden states, or ends layers",
     "set `arguments` to a strategy for requests that the tap does something for",
 )
 WIDE = Rule(
@@ -55,7 +56,7 @@ WIDE = Rule(
 )
 CACHE_KEY = Rule(
     "cache_key: requests with one key have one effect",
-    "give all arguments that change() depends on a part in cache_key()",
+    "give all arguments that change() and exits() depend on a part in cache_key()",
 )
 
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
@@ -176,17 +177,17 @@ class ActivationTapSuite(TimedSuite):
         def use(number: int) -> None:
             request, site = sites[number % len(sites)]
             other = _TapRequest(number % 50, 1 + number % 7, 40, number, [9], request.arguments)
-            for method in self._methods():
+            for method in self._methods(site):
                 _Call(self, tap, method, site, self.hidden_size)([other])
 
         yield InUse(tap, use)
 
-    @checks("overrides: a tap reads, changes, or does both")
+    @checks("overrides: a tap reads or changes hidden states, or ends layers")
     def test_overrides(self) -> None:
-        """It overrides `read`, `change`, or both."""
+        """It overrides `read`, `change` or `exits`, or some of them."""
         if not self._methods():
             raise Violation(
-                "it overrides neither read() nor change()", "override read(), change() or both"
+                "it overrides neither read() nor change() nor exits()", "override one of them"
             )
 
     def test_sites(self) -> None:
@@ -216,14 +217,20 @@ class ActivationTapSuite(TimedSuite):
                 raise SHAPE.violation(f"read() gave {shape}, expected [{len(values)}, ...]")
             if method == "change" and not (is_tensor and result.shape == values.shape):
                 raise SHAPE.violation(f"change() gave {shape}, expected {list(values.shape)}")
+            if method == "exits" and not (
+                is_tensor and (result.dtype, len(result)) == (torch.bool, len(values))
+            ):
+                form = f"{result.dtype} {shape}" if is_tensor else shape
+                raise SHAPE.violation(f"exits() gave {form}, expected torch.bool [{len(values)}]")
             if method == "change" and not result.isfinite().all():
                 raise SHAPE.violation("change() gave numbers that are not finite")
 
         self._search_calls(SHAPE, 40, check)
 
     def test_effect(self) -> None:
-        """For some of the drawn requests, `read` gives numbers that depend on the hidden states, or
-        `change` changes them: otherwise the other rules would test nothing.
+        """For some of the drawn requests, `read` gives numbers that depend on the hidden states,
+        `change` changes them, or `exits` names a token: otherwise the other rules would test
+        nothing.
         """
         self._run_checks(EFFECT.text, self._check_effect)
 
@@ -267,9 +274,9 @@ class ActivationTapSuite(TimedSuite):
         self._search_calls(IN_PLACE, 20, lambda call, requests: call(requests))
 
     def test_cache_key(self) -> None:
-        """Arguments with one cache key change hidden states alike."""
-        if "change" not in self._methods():
-            pytest.skip("it does not override change()")
+        """Arguments with one cache key change hidden states and end layers alike."""
+        if self._methods() == ["read"]:
+            pytest.skip("it overrides neither change() nor exits()")
 
         def check(first: Any, second: Any, requests: list[_TapRequest]) -> None:
             keys = [self.tap.cache_key(arguments) for arguments in (first, second)]
@@ -280,7 +287,7 @@ class ActivationTapSuite(TimedSuite):
                 return
             effects = [self._effect(arguments, requests) for arguments in (first, second)]
             if effects[0].keys() != effects[1].keys() or not all(
-                torch.equal(effects[0][site], effects[1][site]) for site in effects[0]
+                torch.equal(effects[0][key], effects[1][key]) for key in effects[0]
             ):
                 raise CACHE_KEY.violation(
                     f"{short_repr(first)} and {short_repr(second)} have one key and two effects"
@@ -291,14 +298,18 @@ class ActivationTapSuite(TimedSuite):
             CACHE_KEY.text, 40, check, first=drawn, second=drawn, requests=self._requests()
         )
 
-    def _methods(self) -> list[str]:
-        names = ("read", "change")
+    def _methods(self, site: TapSite | None = None) -> list[str]:
+        """Return the methods that it overrides; of a site, those that are called there."""
+        names: tuple[str, ...] = ("read", "change", "exits")
+        if site is not None and site.place != "layer_output":
+            names = names[:2]
         return [name for name in names if getattr(self.tap, name) != getattr(ActivationTap, name)]
 
     def _try_wide(self) -> None:
         tap = self._make(self.wide_size)
         (request, *_) = self._sampled(WIDE, self._request(), 1)
-        for site, method in itertools.product(self._sites(request), self._methods()):
+        calls = [(site, method) for site in self._sites(request) for method in self._methods(site)]
+        for site, method in calls:
             with suppress(Violation):  # the search reports it
                 _Call(self, tap, method, site, self.wide_size)([request])
         tap.close()
@@ -307,7 +318,7 @@ class ActivationTapSuite(TimedSuite):
         for request in self._sampled(EFFECT, self._request(), _EFFECTS):
             tap = self._make()
             for site in self._sites(request):
-                for method in self._methods():
+                for method in self._methods(site):
                     call = _Call(self, tap, method, site, self.hidden_size)
                     if _has_effect(call, request):
                         tap.close()
@@ -315,7 +326,7 @@ class ActivationTapSuite(TimedSuite):
             tap.close()
         raise EFFECT.violation(
             f"{NOTHING_DRAWN}: for {_EFFECTS} requests, read() gave nothing that depends on the "
-            f"hidden states, and change() left them; expected changed ones"
+            f"hidden states, change() left them, and exits() named no token; expected an effect"
         )
 
     def _check_alone(
@@ -352,7 +363,7 @@ class ActivationTapSuite(TimedSuite):
                 site for request in requests for site in self._sites(request)
             ):
                 users = [request for request in requests if site in self._sites(request)]
-                for method in self._methods():
+                for method in self._methods(site):
                     check(_Call(self, tap, method, site, size), users)
             tap.close()
 
@@ -361,14 +372,23 @@ class ActivationTapSuite(TimedSuite):
     def _sites(self, request: _TapRequest) -> list[TapSite]:
         return list(self.tap.sites(request.arguments))
 
-    def _effect(self, arguments: Any, requests: list[_TapRequest]) -> dict[TapSite, torch.Tensor]:
-        tap, changed_by_site = self._make(), {}
+    def _effect(
+        self, arguments: Any, requests: list[_TapRequest]
+    ) -> dict[tuple[TapSite, str], torch.Tensor]:
+        tap, effects = self._make(), {}
         requests = [replace(request, arguments=arguments) for request in requests]
         for site in self.tap.sites(arguments):
-            changed = _Call(self, tap, "change", site, self.hidden_size)(requests)
-            changed_by_site[site] = self._hidden(requests) if changed is None else changed
+            hidden = self._hidden(requests)
+            unchanged = {
+                "change": hidden,
+                "exits": torch.zeros_like(hidden[:, 0], dtype=torch.bool),
+            }
+            for method in self._methods(site):
+                if method in unchanged:
+                    result = _Call(self, tap, method, site, self.hidden_size)(requests)
+                    effects[site, method] = unchanged[method] if result is None else result
         tap.close()
-        return changed_by_site
+        return effects
 
     def _requests(self) -> st.SearchStrategy[list[_TapRequest]]:
         return st.lists(self._request(), min_size=1, max_size=3)
@@ -403,6 +423,8 @@ def _has_effect(call: _Call, request: _TapRequest) -> bool:
     result = call([request])
     if result is None:
         return False
+    if call.method == "exits":
+        return bool(result.any())
     if call.method == "change":
         return not torch.equal(result, call.suite._hidden([request]))
     other = call([replace(request, seed=request.seed + 1)])

@@ -48,6 +48,11 @@ POSITIONS = Rule(
     "use batch.positions for the rotary or learned embedding of positions; set uses_positions = "
     "False of the suite for a model without any",
 )
+SKIPS = Rule(
+    "skips: a token that skips a layer keeps its residual stream, and writes keys and values",
+    "compute q, k and v of all tokens in each layer, and leave out the MLP of tokens in "
+    "hooks.skips alone; after the first batch.num_layers layers, continue with the last norm",
+)
 STATE = Rule(
     "state: forward keeps nothing for the next step",
     "keep keys and values in the cache, through attend, states in the result of advance, and "

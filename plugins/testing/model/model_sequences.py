@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class ModelSequences:
     Attributes:
         changed: fields of batches that the model changed.
         keys: keys of each call of attend.
+        num_attended: layers that attended in the last step.
     """
 
     def __init__(self, model: Model, attention: QueryAttention) -> None:
@@ -35,12 +36,14 @@ class ModelSequences:
         self._width: int | None = None
         self.changed: list[str] = []
         self.keys: list[torch.Tensor] = []
+        self.num_attended = 0
 
     def step(
         self,
         tokens: Mapping[str, Sequence[int]],
         positions: Sequence[int] | None = None,
         hidden: torch.Tensor | None = None,
+        num_layers: int | None = None,
     ) -> torch.Tensor:
         """Return the hidden states of one step, sequence by sequence.
 
@@ -48,6 +51,7 @@ class ModelSequences:
             tokens: further tokens by sequence.
             positions: positions of all tokens; None gives the right ones.
             hidden: result of the previous stage, if there is one.
+            num_layers: as in `ForwardBatch`.
         """
         counts = [(name, len(part)) for name, part in tokens.items()]
         flat: list[int] = []
@@ -83,17 +87,22 @@ class ModelSequences:
         where = torch.tensor(list(positions or flat), device=device)
         before = {"token_ids": snapshot(ids), "positions": snapshot(where)}
         recur = self._states.of_step(counts)
-        hidden = self._model.forward(ForwardBatch(ids, where, attend, hidden, recur=recur))
+        batch = ForwardBatch(ids, where, attend, hidden, recur=recur, num_layers=num_layers)
+        hidden = self._model.forward(batch)
         after = {"token_ids": snapshot(ids), "positions": snapshot(where)}
         self.changed += [name for name in before if before[name] != after[name]]
-        if missing := sorted(set(range(len(self._histories))) - called):
+        self._check_complete(called, num_layers)
+        self._states.check_complete()
+        self._check_hidden(hidden, len(flat))
+        return hidden
+
+    def _check_complete(self, called: set[int], num_layers: int | None) -> None:
+        self.num_attended = len(called)
+        if missing := sorted(set(range(len(self._histories))[:num_layers]) - called):
             raise rules.ATTEND.violation(
                 f"forward called attend for no layer {', '.join(map(str, missing))}, kv_specs has "
                 f"{len(self._histories)} layers"
             )
-        self._states.check_complete()
-        self._check_hidden(hidden, len(flat))
-        return hidden
 
     def _check_call(
         self, called: set[int], layer: Any, tensors: Mapping[str, Any], tokens: int
@@ -145,6 +154,45 @@ def summary(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} on {value.device}"
     return short_repr(value)
+
+
+class SkippingHooks:
+    """Hooks by which every n-th token of a step skips some layers.
+
+    Attributes:
+        called: layers for which `added` was called.
+    """
+
+    def __init__(self, layers: Collection[int], every: int) -> None:
+        """Call `added` for no layer yet."""
+        self._layers, self._every = layers, every
+        self.called: set[int] = set()
+        self._num_tokens = 0
+
+    def run(
+        self, model: Model, sequences: ModelSequences, step: Any, *, asks: bool
+    ) -> torch.Tensor:
+        """Return the hidden states of a step.
+
+        Args:
+            asks: whether the model gets `hooks.skips`.
+        """
+        hooks, self._num_tokens = model.context.hooks, sum(map(len, step.values()))
+        hooks.added, hooks.skips = self._added, self._skips if asks else None
+        try:
+            return sequences.step(step)
+        finally:
+            hooks.added = hooks.skips = None
+
+    def _added(self, layer: int, branch: str, residual: torch.Tensor, delta: torch.Tensor) -> None:  # noqa: ARG002
+        self.called.add(layer)
+        if (skipped := self._skips(layer)) is not None:
+            delta.masked_fill_(skipped.unsqueeze(1).to(delta.device), 0)
+
+    def _skips(self, layer: int) -> torch.Tensor | None:
+        if layer not in self._layers:
+            return None
+        return torch.arange(self._num_tokens) % self._every == 0
 
 
 class SequenceStates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ from . import model_rules as rules
 from .divided_model import DividedModel
 from .media.checks import MediaChecks, encoded
 from .media.rules import MEDIA
-from .model_sequences import ModelSequences, relative_difference, summary
+from .model_sequences import ModelSequences, SkippingHooks, relative_difference, summary
 from .quantized_model import QUANTIZED, codes_of, quantizable_names, quantized_forms
 from .sequences import ordered, softmax_attention
 from .shared_model import (
@@ -259,6 +259,27 @@ class ModelSuite(GeneralComponentSuite):
                 f"the model's attributes grew by {grown} elements in 9 steps"
             )
 
+    @checks(rules.SKIPS)
+    def test_skips(self) -> None:
+        """With `hooks.skips`, hidden states equal the hidden states without it where `hooks.added`
+        sets what these tokens add to zero. With `ForwardBatch.num_layers`, they equal those of
+        tokens that skip all later layers. Skipped for a model that does not call `hooks.added`.
+        """
+        model = self._loaded()
+        layers = self._skipping(model, (), 1)[1]
+        if not layers:
+            pytest.skip("the model does not call hooks.added: no part skips its layers")
+        for skipped in ([min(layers)], [max(layers)], sorted(layers)):
+            expected, actual = (self._skipping(model, skipped, 2, asks=a)[0] for a in (0, 1))
+            self._compare_skipped(actual, expected, f"tokens that skip layers {skipped}")
+        for count in range(1, len(layers) if not model.state_specs() else 1):
+            sequences = self._sequences(model)
+            actual = sequences.step(self._example, num_layers=count)
+            if sequences.num_attended == count:  # others compute all layers, and are refused
+                later = [layer for layer in layers if layer >= count]
+                expected = self._skipping(model, later, 1)[0]
+                self._compare_skipped(actual, expected, f"a batch with num_layers={count}")
+
     @checks(ADAPTERS)
     def test_adapters(self) -> None:
         """A low-rank change of each matrix of `hooks.matrices`, which step parts such as adapters
@@ -423,6 +444,29 @@ class ModelSuite(GeneralComponentSuite):
     def _hidden(self, model: Model, steps: Iterable[Mapping[str, Sequence[int]]]) -> torch.Tensor:
         sequences = self._sequences(model)
         return torch.cat([sequences.step(step) for step in steps])
+
+    def _skipping(
+        self, model: Model, layers: Collection[int], every: int, *, asks: int = 0
+    ) -> tuple[torch.Tensor, set[int]]:
+        """Return hidden states of two steps, and the layers that called `hooks.added`."""
+        sequences, hooks = self._sequences(model), SkippingHooks(layers, every)
+        parts = (slice(0, 9), slice(9, None)) if every > 1 else (slice(None),)
+        hidden = [
+            hooks.run(
+                model,
+                sequences,
+                {name: tokens[part] for name, tokens in self._example.items()},
+                asks=bool(asks),
+            )
+            for part in parts
+        ]
+        return torch.cat(hidden), hooks.called
+
+    def _compare_skipped(self, actual: torch.Tensor, expected: torch.Tensor, which: str) -> None:
+        if (difference := relative_difference(actual, expected)) > self.tolerance:
+            raise rules.SKIPS.violation(
+                f"hidden states of {which} differ by {difference:.3g} of the largest one"
+            )
 
     def _sequences(self, model: Model) -> ModelSequences:
         return ModelSequences(model, self.attention)

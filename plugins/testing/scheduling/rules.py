@@ -72,6 +72,11 @@ KV_TRANSFER = Rule(
     "KV transfer: loaded tokens count once they have arrived, and blocks stay until it is done",
     "follow ModelRunnerOutput.kv_loaded, kv_saved and invalid_block_ids",
 )
+RELEASES = Rule(
+    "releases: a step ends where blocks of a request are released, and the worker gets the columns",
+    "plan at most BlockReleases.num_before_next tokens, and put BlockReleases.starting_at on the "
+    "plan",
+)
 EVICTION = Rule(
     "eviction: evict() returns the requested number of distinct candidates",
     "keep the candidates that released() adds, without the blocks of taken(), dropped() and "

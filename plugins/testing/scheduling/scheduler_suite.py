@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hardpoint.errors import QueueFullError
 from hardpoint.plugins import OverloadedError, RequestError, Scheduler
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.requests.releases import BlockReleases
 from hardpoint.testing.component_suite import ComponentSuite
 
 from .features import FEATURES, UnsupportedFeatures, find_unsupported
@@ -156,6 +158,18 @@ class SchedulerSuite(ComponentSuite):
         """All features and events are combined."""
         self._situation(300, sometimes=tuple(FEATURES), events=EVENTS)
 
+    def test_releases(self) -> None:
+        """Blocks of running requests are released, in chunks, with drafts and preemptions."""
+        if not self.scheduler.releases_blocks:
+            pytest.skip("rejected: releases_blocks is False")
+        self._run_checks(
+            _RULE,
+            functools.partial(self._check_releases, blocks=40),
+            functools.partial(self._check_releases, blocks=14),
+            functools.partial(self._check_releases, blocks=14, max_num_batched_tokens=5),
+            functools.partial(self._check_releases, blocks=14, prefix_caching=False),
+        )
+
     def test_rejections(self) -> None:
         """Requests that can never run, and requests beyond max_waiting, are rejected at once."""
         self._run_checks(
@@ -233,6 +247,23 @@ class SchedulerSuite(ComponentSuite):
             simulator.run()
             return
         raise REJECTION.violation("a prompt was accepted beyond max_waiting_tokens, which is 6")
+
+    def _check_releases(self, **settings: Any) -> None:
+        """Release blocks of prompts and outputs; run the requests to their end."""
+        simulator = self._simulator(block_size=2, max_model_len=24, **settings)
+        for name in "abcd":
+            simulator.add(name, [3, 1, 4, 1, 5, 9, 2, 6], max_tokens=14)
+            if (request := simulator.scheduler.live_request(name)) is None:
+                raise REJECTION.violation(f"live_request({name!r}) is None, expected the request")
+            releases = request.releases = BlockReleases()
+            for at, blocks in (
+                (5, range(1, 2)),
+                (8, range(0)),
+                (11, range(0, 4)),
+                (16, range(5, 8)),
+            ):
+                releases.add(blocks, at, 2)
+        simulator.run()
 
     def _must_reject(
         self, simulator: SchedulerSimulator, description: str, prompt: list[int]

@@ -24,7 +24,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.simulation.stepping import Execute
-from hardpoint.testing.scheduling.checks.plan import check_plan, check_record
+from hardpoint.testing.scheduling.checks.plan import check_plan, check_record, check_releases
 from hardpoint.testing.scheduling.checks.state import (
     check_all_finished,
     check_idle,
@@ -302,6 +302,7 @@ class SchedulerSimulator(SimulatorState):
             raise PLAN.violation(f"step {plan.step} follows step {self.plans[-1].step}")
         self.plans.append(plan)
         check_plan(plan, self.limits, unfinished, self._proposed)
+        check_releases(plan, self.kv_cache.holders)
         check_paused_plan(self, plan)
         for request_id in (*plan.num_scheduled_tokens, *plan.preempted_request_ids):
             self._proposed.pop(request_id, None)

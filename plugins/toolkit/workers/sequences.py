@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -201,6 +202,8 @@ def main_sequences(
     num_ranks: int,
     available: int,
     block_size: int,
+    num_layers: int | None,
+    max_layers: int,
     **sizes: Any,
 ) -> LoadedSequences:
     """Return sequences of the model of a worker, with a KV cache for so many tokens.
@@ -208,6 +211,8 @@ def main_sequences(
     Args:
         num_ranks: number of ranks that share the model.
         available: bytes for the cache.
+        num_layers: number of layers to compute, which `attention` has; None is all.
+        max_layers: number of layers of the model.
         sizes: as for `LoadedSequences`.
 
     Raises:
@@ -219,6 +224,8 @@ def main_sequences(
         )
     if attention.states is not None:
         raise ModelError("model: expected attention in all layers, the engine's has states in some")
+    if num_layers is not None and not 1 <= num_layers <= max_layers:
+        raise ModelError(f"num_layers: expected 1..{max_layers}, got {num_layers}")
     num_blocks = -(-num_tokens // block_size)
     if (needed := num_blocks * attention.bytes_per_block) > available:
         raise ModelError(
@@ -226,4 +233,37 @@ def main_sequences(
             f"{available} are available"
         )
     sizes["block_size"] = block_size
-    return LoadedSequences(model, attention, num_blocks, lambda: None, **sizes)
+    if num_layers is None:
+        return LoadedSequences(model, attention, num_blocks, lambda: None, **sizes)
+    first = _FirstLayers(model, num_layers)
+    sequences = LoadedSequences(first, attention, num_blocks, lambda: None, **sizes)
+    sequences.extend({"trial": [0]})
+    sequences.cut("trial", 0)
+    return sequences
+
+
+class _FirstLayers:
+    """The first layers of a model, its last norm and its output layer."""
+
+    def __init__(self, model: SequencesModel, num_layers: int) -> None:
+        self._model, self._num_layers = model, num_layers
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            angles: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            if layer >= self._num_layers:
+                raise ModelError(
+                    f"num_layers: expected a model that computes {self._num_layers} layers if "
+                    f"ForwardBatch.num_layers says so, it computes layer {layer}"
+                )
+            return batch.attend(layer, q, k, v, angles)
+
+        return self._model.forward(replace(batch, attend=attend, num_layers=self._num_layers))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.compute_logits(hidden)

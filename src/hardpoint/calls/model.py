@@ -10,7 +10,7 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.images import PromptImages
 from hardpoint.plugins import EngineConfig, SamplingParams
 from hardpoint.plugins.request_options import ChatOptions
-from hardpoint.requests import takes_options
+from hardpoint.requests import make_extras, takes_options
 from hardpoint.typed import copied, is_list
 
 from .running import AsyncRequests, SyncRequests
@@ -134,6 +134,28 @@ class AsyncModelGroup:
         ids = prompt.get("prompt_token_ids")
         is_empty = isinstance(ids, list) and not ids  # as that of a template may be
         return [] if is_empty else await self._engine.prompt_tokens(prompt)
+
+    async def constrained_params(
+        self,
+        prompt: Mapping[str, Any],
+        sampling_params: SamplingParams,
+        **options: Unpack[ChatOptions],
+    ) -> SamplingParams:
+        """Return the parameters of a conversation, with the grammar of its tool calls.
+
+        With them, `generate` answers the prompt as `chat` answers the conversation.
+
+        Args:
+            prompt: result of `apply_chat_template`.
+            sampling_params: parameters of the conversation.
+            options: `ChatOptions`; the tools, their choice and `parallel_tool_calls` count.
+
+        Raises:
+            RequestError: the request would be rejected.
+        """
+        chat = Chat(**options)
+        extras = make_extras(tools=chat.schemas, calls=chat.calls)
+        return self._engine.constrained_params(prompt, sampling_params, extras)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenized in another thread.

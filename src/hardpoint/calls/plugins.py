@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from hardpoint.core.engine.utility_calls import ControlCalls, EngineUtilities
+from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.host.boundary.parts.states import joined_states
 from hardpoint.host.live.settings import ChangeRequest, Running
@@ -27,7 +28,8 @@ from hardpoint.toolkit.reloading import PluginWatcher
 from hardpoint.typed import json_schema
 
 from .engines import Change
-from .io_processors import IOProcessors
+from .io_processors import IOProcessors, RoundLimits
+from .reloading import LoopChanges
 from .running import AsyncRequests, SyncRequests
 
 if TYPE_CHECKING:
@@ -164,9 +166,15 @@ class PluginGroup(SyncCaller):
             EnginePausedError, EngineDeadError: as `generate`.
         """
         processor = self._engine.parts.companion(IOProcessors).find(io_processor)
-        call = processor.begin(data)
-        outputs = self._requests.whole(call.prompts, options, processor.prompts, processor.place)
-        return processor.finish(call, outputs, as_json=as_json)
+        call = processor.begin(data, _round_limits(self._engine.parts))
+        try:
+            while (prompts := call.prompts) is not None:
+                name = processor.prompts_of(call)
+                outputs = self._requests.whole(prompts, call.options(options), name)
+                processor.advance(call, outputs, as_json=as_json)
+        finally:
+            processor.drop(call)
+        return call.output
 
     def _call_utility(self, method: str, *args: Any) -> Any:
         return self._engine.call_utility(method, *args)
@@ -178,11 +186,24 @@ class AsyncPluginGroup(AsyncCaller):
     def __init__(self, engine: AsyncEngine, requests: AsyncRequests, change: Change) -> None:
         self._engine, self._requests, self._change = engine, requests, change
         self._policies = asyncio.Lock()
+        self._watcher: PluginWatcher | None = None
+        self._changes = LoopChanges(lambda: engine.loop, self.change)
 
     @property
     def manifest(self) -> Manifest:
         """The enabled plugins."""
         return self._engine.parts.plugins.manifest
+
+    def watch(self, watcher: PluginWatcher) -> None:
+        """Replace plugins when a watcher reports that their files were saved."""
+        self._watcher = watcher
+        watcher.start(lambda: self.manifest, self._changes.replace)
+
+    def end_watch(self) -> None:
+        """Stop the watcher, if there is one."""
+        self._changes.end()
+        if self._watcher is not None:
+            self._watcher.close()
 
     async def enable(self, *uses: Use, options: Options | None = None) -> Manifest:
         """Enable components while requests run; see `change`."""
@@ -266,9 +287,16 @@ class AsyncPluginGroup(AsyncCaller):
             OverloadedError, EngineClosedError: as `generate`.
         """
         processor = self._engine.parts.companion(IOProcessors).find(io_processor)
-        call = await processor.run(processor.begin, data)
-        outputs = await self._requests.whole(call.prompts, options, processor.place)
-        return await processor.run(processor.finish, call, outputs, as_json=as_json)
+        limits = _round_limits(self._engine.parts)
+        call = await processor.run(processor.begin, data, limits)
+        try:
+            while (prompts := call.prompts) is not None:
+                name = processor.prompts_of(call)
+                outputs = await self._requests.whole(prompts, call.options(options), name)
+                await processor.run(processor.advance, call, outputs, as_json=as_json)
+        finally:
+            processor.drop_later(call)
+        return call.output
 
     def io_processor_schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of the inputs of each enabled IO processor, by name."""
@@ -288,6 +316,11 @@ class AsyncPluginGroup(AsyncCaller):
 
     async def _call_utility(self, method: str, *args: Any) -> Any:
         return await self._engine.call_utility(method, *args)
+
+
+def _round_limits(parts: EngineParts) -> RoundLimits:
+    config = parts.config.plugins
+    return RoundLimits(rounds=config.io_rounds, prompts=config.io_prompts, clock=parts.clock)
 
 
 def _argument_schemas(plugins: PluginSet) -> dict[str, dict[str, Any]]:

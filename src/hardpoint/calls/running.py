@@ -39,15 +39,13 @@ from hardpoint.requests import (
 
 from .adapters import AdapterGroup, AsyncAdapterGroup, with_adapters, with_adapters_async
 from .forks import OpenRequests
+from .io_processors import Prompts
 from .streams import OutputStream, open_stream
 
 if TYPE_CHECKING:
     from hardpoint.process.async_engine import AsyncEngine
 
 __all__ = ["AsyncRequests", "SyncRequests"]
-
-Prompts = Sequence[tuple[Prompt, PoolingParams | SamplingParams]]
-"""Prompts with their parameters."""
 
 
 class SyncRequests:
@@ -146,17 +144,15 @@ class SyncRequests:
         prompts: Prompts,
         options: Mapping[str, Any],
         name: str,
-        place: Callable[[int], str],
     ) -> list[AnyOutput]:
         """Run the prompts of an IO processor; return their whole outputs in order.
 
         Args:
             name: name of the list of prompts in messages.
-            place: name of one of them in messages.
         """
         extras = make_extras(**with_adapters(self._adapters, options))
         requests = [(prompt, _whole(params), extras) for prompt, params in prompts]
-        return self._collect(requests, name, place, _with_result)
+        return self._collect(requests, name, lambda index: f"{name}[{index}]", _with_result)
 
     def _collect(
         self,
@@ -347,16 +343,16 @@ class AsyncRequests:
         return await self._engine.generate_all(listed, params, request_id, extras, named)
 
     async def whole(
-        self, prompts: Prompts, options: Mapping[str, Any], place: Callable[[int], str]
+        self, prompts: Prompts, options: Mapping[str, Any], name: str
     ) -> list[AnyOutput]:
         """Run the prompts of an IO processor; return their whole outputs in order.
 
         Args:
-            place: name of a prompt in messages.
+            name: name of the list of prompts in messages.
         """
         extras = make_extras(**await with_adapters_async(self._adapters, options))
         tasks = [
-            asyncio.ensure_future(self._output(prompt, params, extras, place(index)))
+            asyncio.ensure_future(self._output(prompt, params, extras, f"{name}[{index}]"))
             for index, (prompt, params) in enumerate(prompts)
         ]
         try:

@@ -123,7 +123,21 @@ def test_a_request_that_names_an_adapter_runs_with_it(server, folder, path):
     assert adapter_of(server) is None
     refused = complete(server, "sqll", path)
     assert refused.status_code == 404
-    assert error_of(refused) == "model: expected 'smollm2', got 'sqll'"
+    assert error_of(refused) == "model: expected 'smollm2' or an adapter ('sql'), got 'sqll'"
+
+
+def test_an_unknown_name_lists_the_nearest_adapters(server):
+    for index in range(20):
+        server.engine.held[f"other-{index}"] = LoRARequest(f"other-{index}", index + 1, "/x")
+    server.engine.held["sql-large"] = LoRARequest("sql-large", 30, "/x")
+    message = error_of(complete(server, "sql-larg"))
+    start = "model: expected 'smollm2' or an adapter ('sql-large', "
+    assert message.startswith(start), message
+    assert message.endswith(" and 13 more), got 'sql-larg'")
+    missing = server.client.get("/v1/models/sql-larg")
+    assert (missing.status_code, error_of(missing)) == (404, message)
+    pooled = server.client.post("/v1/embeddings", json={"input": "Hi", "model": "sql-larg"})
+    assert error_of(pooled) == "model: expected 'smollm2', got 'sql-larg'"
 
 
 def test_streams_have_the_name_of_the_adapter(server, folder):

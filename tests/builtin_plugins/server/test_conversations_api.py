@@ -10,23 +10,10 @@ import openai
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
-from support.scripted_server import server_config, write_model
+from support.keyed_server import ALICE, BOB, keyed_server
 
-from hardpoint import AsyncLLM
-from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.builtin_plugins.server.dialects.responses import compaction
 
-ALICE, BOB = "alices-key-of-many-characters", "bobs-key-of-many-characters"
-KEYS = f"""
-[[key]]
-name = "alice"
-key = "{ALICE}"
-
-[[key]]
-name = "bob"
-key = "{BOB}"
-requests_per_minute = 4
-"""
 STORES = {
     "memory": lambda folder: {"use": "memory", "retain_seconds": 60.0},
     "sqlite": lambda folder: {"use": "sqlite", "path": str(folder / "responses.db")},
@@ -36,16 +23,8 @@ GREEDY = {"temperature": 0, "max_output_tokens": 20}
 
 @contextlib.contextmanager
 def conversation_server(folder, store, **tables):
-    (folder / "keys.toml").write_text(KEYS)
-    (folder / "keys.toml").chmod(0o600)
-    keys = installed(KeyStore(str(folder / "keys.toml")))
-    config = server_config(
-        write_model(folder),
-        plugin={"response_stores": store},
-        kv_cache={"block_size": 4},
-        **tables,
-    )
-    with running(AsyncLLM(config=config), authenticators=[keys]) as server:
+    plugin = {"response_stores": store}
+    with keyed_server(folder, 4, plugin=plugin, kv_cache={"block_size": 4}, **tables) as server:
         yield server
 
 

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 import threading
 
 import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
-from support.plugins.io_processors import GO_ON, WAITING, Harmful, Measurements, Nearest
+from support.plugins.io_processors import (
+    GO_ON,
+    WAITING,
+    Harmful,
+    InRounds,
+    Measurements,
+    Nearest,
+)
+from support.plugins.slow import Slow
 from support.scripted_server import server_config, write_model
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint import LLM, AsyncLLM, PoolingParams
+from hardpoint import LLM, AsyncLLM, PoolingParams, SamplingParams
 from hardpoint.errors import PluginFaultError, RequestEndedError
 from hardpoint.testing import scripted_config
 from hardpoint.typed import json_schema
 
+
+class SlowRounds(InRounds):
+    """Has slow requests after its first round."""
+
+    contract = 1
+
+    def prompts(self, request, prompts):
+        slow = {"slow": {"seconds": 0.1}} if request else {}
+        params = SamplingParams(max_tokens=400, ignore_eos=True, plugin_args=slow)
+        return [(ids, params if request else SamplingParams(max_tokens=1)) for ids in prompts]
+
+
 ROWS = {"rows": [[1.0, 1.0], [-1.0, -1.0]]}
 TEXTS = ["say abc", "fox"]
+PLUGINS = (Nearest, Harmful, InRounds, SlowRounds, Slow)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +52,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    names = [f"{plugin.__module__}:{plugin.__qualname__}" for plugin in (Nearest, Harmful)]
+    names = [f"{plugin.__module__}:{plugin.__qualname__}" for plugin in PLUGINS]
     enabled = [*scripted_config(folder)["plugins"]["enable"], *names]
     plugins = {"enable": enabled, "quarantine_after": 0}
     with running(AsyncLLM(config=server_config(folder, plugins=plugins))) as running_server:
@@ -73,7 +96,10 @@ def test_a_wrong_input_is_named_by_its_path(server):
     error = refused(server, data={"prompts": 1, "pre_process": "refuses"}, io_processor="harmful")
     assert (error["message"], error["param"]) == ("data.x: expected another one", "data.x")
     error = refused(server, data=ROWS)
-    assert error["message"] == "io_processor: expected one of harmful, nearest, got none"
+    assert (
+        error["message"]
+        == "io_processor: expected one of harmful, in_rounds, nearest, slow_rounds, got none"
+    )
     error = refused(server, data=ROWS, io_processor="nearst")
     assert error["message"].endswith("got 'nearst' (did you mean 'nearest'?)")
     assert refused(server, 404, data=ROWS, model="x")["code"] == "model_not_found"
@@ -109,6 +135,42 @@ def test_one_that_is_slow_delays_no_other_request(server):
         GO_ON.set()
         thread.join(PATIENCE_S)
     assert answers[0]["data"] == "done"
+
+
+def test_rounds_are_answered_together(server):
+    rounds = [[[1], [2], [3]], [], [[4]]]
+    answer = post(server, data={"rounds": rounds}, io_processor="in_rounds")
+    assert answer["data"] == [1, 3, 0, 1]
+    error = refused(server, data={"rounds": [[[1], [9999]]]}, io_processor="in_rounds")
+    assert error["message"].startswith(
+        "data: the IO processor 'in_rounds': round 2: prompts[1]: prompt_token_ids[0]: expected"
+    )
+    assert error["param"] == "data"
+    error = refused(server, 500, data={"rounds": [[[1]], "fails"]}, io_processor="in_rounds")
+    assert error["message"].endswith("its post_process failed: KeyError")
+
+
+def test_a_disconnect_aborts_the_present_round(server):
+    InRounds.over.clear()
+    InRounds.ended.clear()
+    data = {"rounds": [[[1], [2], [3]], [[4]]]}
+    body = json.dumps({"data": data, "io_processor": "slow_rounds", "tags": {"a": "b"}}).encode()
+    connection = server.socket()
+    connection.sendall(
+        b"POST /pooling HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+
+    async def until_live(count):
+        while len(await server.engine.engines.live_requests()) != count:
+            await asyncio.sleep(0.005)
+
+    server.call(until_live, 3)
+    connection.close()
+    assert InRounds.ended.wait(PATIENCE_S)
+    assert InRounds.over == ["ended"]
+    server.call(until_live, 0)
+    wait_until(lambda: server.service.load.open == 0)
 
 
 def test_texts_are_pooled(server, own_engine):

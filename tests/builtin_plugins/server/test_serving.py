@@ -223,6 +223,37 @@ def test_a_line_of_text(logged):
     )
 
 
+@pytest.mark.parametrize("header", [None, "proxy-17", "of/a?path"])
+@pytest.mark.parametrize("named", [None, "mine"])
+def test_the_id_of_the_access_log_is_in_the_id_of_the_engine(logged, header, named):
+    asked, answers = [], []
+
+    def requests(server):
+        generate = server.engine.generate
+
+        def recorded(prompt, params=None, request_id=None, **options):
+            asked.append(request_id)
+            return generate(prompt, params, request_id, **options)
+
+        server.engine.generate = recorded
+        body = {"prompt": "hi", "max_tokens": 2, "request_id": named}
+        headers = {} if header is None else {"x-request-id": header}
+        answers.extend(server.post("/v1/completions", body, headers=headers) for _ in range(2))
+
+    lines = logged("json", requests)
+    assert len(set(asked)) == 2
+    for line, engine_id, answer in zip(lines, asked, answers, strict=True):
+        logged_id = json.loads(line)["request_id"]
+        assert logged_id == answer.headers["x-request-id"]
+        assert logged_id.removeprefix("req-") in engine_id
+        answer_id = answer.json()["id"]
+        assert engine_id.startswith(answer_id)
+        if named is not None:
+            assert answer_id == "cmpl-mine"
+        elif header is None:
+            assert answer_id == f"cmpl-{logged_id.removeprefix('req-')}"
+
+
 def test_the_name_of_the_client_is_logged_and_nothing_of_its_key():
     async def known(headers, path):
         return Client(name="ada")

@@ -12,6 +12,7 @@ from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_bytes import read_answer_of_many
 from support.http_server import running
 from support.internals import open_conversations_of
+from support.keyed_server import ALICE, BOB, keyed_server, keys_text, write_keys
 from support.scripted_server import server_config, write_model
 from support.waiting import PATIENCE_S, wait_until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -20,36 +21,15 @@ from websockets.sync.client import connect
 from hardpoint import AsyncLLM, EngineDeadError, RequestError
 from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.plugins.server import Middleware, Route, Transform
-from hardpoint.testing import ScriptedClock
-
-KEY = "a-key-of-many-characters"
-FILE = f"""
-[[key]]
-name = "alice"
-key = "{KEY}"
-
-[[key]]
-name = "bob"
-key = "another-key-of-many-characters"
-requests_per_minute = 3
-"""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    path = folder / "keys.toml"
-    path.write_text(FILE)
-    path.chmod(0o600)
-    config = server_config(
-        write_model(folder),
-        conversations={"lease_seconds": 600.0, "max_open": 3},
-        plugins={"enable": ["support.plugins.slow:Slow"]},
-    )
-    clock = ScriptedClock()
-    keys = installed(KeyStore(str(path), clock=clock))
-    with running(AsyncLLM(config=config), authenticators=[keys]) as running_server:
-        running_server.keys, running_server.clock = path, clock
+    tables = {
+        "conversations": {"lease_seconds": 600.0, "max_open": 3},
+        "plugins": {"enable": ["support.plugins.slow:Slow"]},
+    }
+    with keyed_server(tmp_path_factory.mktemp("model"), 3, **tables) as running_server:
         yield running_server
 
 
@@ -95,7 +75,7 @@ class Talk:
 @contextlib.contextmanager
 def talking(server, query="", path="/inference/v1/sessions", headers=None, **options):
     url = server.url.replace("http", "ws") + path + query
-    headers = {"Authorization": f"Bearer {KEY}"} if headers is None else headers
+    headers = {"Authorization": f"Bearer {ALICE}"} if headers is None else headers
     with connect(url, additional_headers=headers, **options) as socket:
         yield Talk(socket)
 
@@ -281,7 +261,7 @@ class TestAccess:
         assert (status, error["code"]) == (403, "origin_not_allowed")
 
     def test_each_turn_counts_as_a_request_of_the_key(self, server):
-        bob = {"x-api-key": "another-key-of-many-characters"}
+        bob = {"x-api-key": BOB}
         with talking(server, headers=bob) as talk:  # the first one
             for _ in range(2):
                 assert talk.ask("a", max_tokens=1)[1]["type"] == "response.done"
@@ -295,13 +275,13 @@ class TestAccess:
     def test_a_key_that_is_withdrawn_has_no_further_turn(self, server):
         with talking(server) as talk:
             assert talk.ask("a", max_tokens=1)[1]["turn"] == 0
-            server.keys.write_text(FILE.replace(KEY, "x" * 30))
+            server.keys.write_text(keys_text(3).replace(ALICE, "x" * 30))
             try:
                 server.clock.advance(1.0)  # files are looked at once a second
                 assert talk.ask("a", max_tokens=1)[1]["error"]["code"] == "invalid_api_key"
                 assert talk.closed()[0] == 1008
             finally:
-                server.keys.write_text(FILE)
+                server.keys.write_text(keys_text(3))
                 server.clock.advance(1.0)
                 refused(server, headers={})  # has the file read again
 
@@ -310,14 +290,10 @@ class TestConversationsOfAKey:
     @pytest.fixture
     def limited(self, tmp_path):
         """Return a server of a fake engine, on which a key may have two conversations."""
-        path = tmp_path / "keys.toml"
-        path.write_text(FILE.replace("requests_per_minute = 3", ""))
-        path.chmod(0o600)
+        path = write_keys(tmp_path)
         engine = FakeEngine(config=configured(limits={"conversations": 2}))
         with running(engine, authenticators=[installed(KeyStore(str(path)))]) as running_server:
             yield running_server
-
-    BOB = {"x-api-key": "another-key-of-many-characters"}
 
     def test_a_further_one_is_refused_and_disturbs_nothing(self, limited):
         with talking(limited) as first, talking(limited):
@@ -329,7 +305,7 @@ class TestConversationsOfAKey:
                 "and 2 are open; close one first"
             )
             assert first.ask("hello")[1]["turn"] == 0
-            with talking(limited, headers=self.BOB) as other:  # each key has its own
+            with talking(limited, headers={"x-api-key": BOB}) as other:  # each key has its own
                 assert other.ask("hello")[1]["turn"] == 0
 
     def test_the_end_of_one_makes_room(self, limited):
@@ -374,11 +350,11 @@ def opened_in_time(server):
 
 
 def test_what_is_no_handshake_is_told(server):
-    answer = server.client.get("/inference/v1/sessions", headers={"x-api-key": KEY})
+    answer = server.client.get("/inference/v1/sessions", headers={"x-api-key": ALICE})
     assert (answer.status_code, answer.headers["upgrade"]) == (426, "websocket")
     assert answer.json()["error"]["message"].startswith("upgrade: expected a handshake of a WebS")
     # One that comes after a request that is not answered yet is no handshake either.
-    head = f"Host: localhost\r\nx-api-key: {KEY}\r\n"
+    head = f"Host: localhost\r\nx-api-key: {ALICE}\r\n"
     wish = "Connection: upgrade\r\nUpgrade: websocket\r\n"
     wish += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
     with server.socket() as connection:

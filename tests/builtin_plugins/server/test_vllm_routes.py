@@ -9,26 +9,14 @@ import openai
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
-from support.scripted_server import server_config, write_model
+from support.keyed_server import ALICE, BOB, keyed_server
+from support.scripted_server import server_config
 
 from hardpoint import AsyncLLM
-from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.builtin_plugins.server.dialects.completions.fim import FillInFormat
 from hardpoint.plugins import RequestError
 from hardpoint.testing import write_scripted_model
 
-ALICE = "alices-key-of-many-characters"
-BOB = "bobs-key-of-many-characters"
-KEYS = f"""
-[[key]]
-name = "alice"
-key = "{ALICE}"
-
-[[key]]
-name = "bob"
-key = "{BOB}"
-requests_per_minute = 1
-"""
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
@@ -36,11 +24,7 @@ GREEDY = {"temperature": 0, "max_tokens": 8}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    (folder / "keys.toml").write_text(KEYS)
-    (folder / "keys.toml").chmod(0o600)
-    keys = installed(KeyStore(str(folder / "keys.toml")))
-    config = server_config(write_model(folder), server={"tokenizer_info": True})
-    with running(AsyncLLM(config=config), authenticators=[keys]) as server:
+    with keyed_server(folder, requests_per_minute=1, server={"tokenizer_info": True}) as server:
         yield server
 
 
@@ -91,16 +75,47 @@ class TestRender:
         assert rendered["sampling_params"]["max_tokens"] == length - len(rendered["token_ids"])
         assert rendered["sampling_params"]["stop"] == ["x"]
 
-    def test_required_tool_calls_cannot_be_rendered(self, server):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        message = message_of(
-            server,
-            "/v1/chat/completions/render",
-            messages=[{"role": "user", "content": "hi"}],
-            tools=[tool],
-            tool_choice="required",
-        )
-        assert message.startswith('tool_choice: expected "auto" or "none"')
+    @pytest.mark.parametrize(
+        "choice", ["required", {"type": "function", "function": {"name": "now"}}]
+    )
+    def test_required_tool_calls_are_a_grammar(self, server, choice):
+        fields = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [tool("now"), tool("later")],
+            "tool_choice": choice,
+            "response_format": None,
+            "temperature": 0,
+            "max_tokens": 700,
+        }
+        rendered = post(server, "/v1/chat/completions/render", **fields)
+        assert "structural_tag" in rendered["sampling_params"]["structured_outputs"]
+        generated = post(server, "/inference/v1/generate", **rendered)
+        chat = post(server, "/v1/chat/completions", return_token_ids=True, **fields)
+        assert chat["choices"][0]["message"]["tool_calls"]
+        assert generated["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
+
+    def test_a_free_choice_of_tools_needs_no_grammar(self, server):
+        messages = [{"role": "user", "content": "hi"}]
+        for choice in ("auto", "none"):
+            rendered = post(
+                server,
+                "/v1/chat/completions/render",
+                messages=messages,
+                tools=[tool("now")],
+                tool_choice=choice,
+            )
+            assert rendered["sampling_params"]["structured_outputs"] is None
+
+
+def tool(name):
+    """Return a function that takes a zone."""
+    parameters = {
+        "type": "object",
+        "properties": {"zone": {"enum": ["UTC", "CET"]}},
+        "required": ["zone"],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 def test_the_tokenizer_is_described(server):
@@ -163,7 +178,7 @@ class TestCohere:
             server,
             "/v2/embed",
             texts=texts,
-            embedding_types=["float", "base64", "ubinary", "binary"],
+            embedding_types=["float", "base64", "ubinary", "binary", "int8", "uint8"],
         )
         openais = post(server, "/v1/embeddings", input=texts)["data"]
         assert answer["texts"] == texts
@@ -176,6 +191,10 @@ class TestCohere:
             bits = np.packbits(vector > 0).astype(int)
             assert embeddings["ubinary"][index] == bits.tolist()
             assert embeddings["binary"][index] == (bits - 128).tolist()
+            scaled = np.array(embeddings["int8"][index])
+            assert np.abs(scaled).max() == 127
+            np.testing.assert_allclose(scaled / 127 * np.abs(vector).max(), vector, atol=0.01)
+            assert embeddings["uint8"][index] == (scaled + 128).tolist()
         assert answer["meta"]["billed_units"]["input_tokens"] == 10
 
     def test_inputs_are_texts_in_parts(self, server):
@@ -184,14 +203,29 @@ class TestCohere:
         same = post(server, "/v2/embed", texts=["fox"])
         assert answer["embeddings"] == same["embeddings"]
 
+    def test_long_texts_lose_an_end(self, server):
+        length = server.engine.config.max_model_len
+        text = "".join(chr(ord("a") + index % 26) for index in range(length + 30))
+        cut = {
+            name: post(server, "/v2/embed", texts=[text], truncate=name)
+            for name in ("START", "END")
+        }
+        default = post(server, "/v2/embed", texts=[text])
+        assert default["embeddings"] == cut["END"]["embeddings"]
+        for name, content in (("START", text[-length:]), ("END", text[:length])):
+            same = post(server, "/v2/embed", texts=[content])
+            assert cut[name]["embeddings"] == same["embeddings"]
+            assert cut[name]["meta"]["billed_units"]["input_tokens"] == length
+
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
             ({}, "texts and inputs: expected one of them"),
             ({"texts": ["a", ""]}, "texts[1]: expected a text that is not empty"),
-            ({"texts": ["a"], "truncate": "END"}, 'truncate: expected "NONE" or "START"'),
+            ({"texts": ["a" * 9000], "truncate": "NONE"}, "texts[0]: "),
+            ({"texts": ["a"], "truncate": "MIDDLE"}, "truncate: "),
             ({"images": ["data:"]}, "images: not supported"),
-            ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]: "),
+            ({"texts": ["a"], "embedding_types": ["int4"]}, "embedding_types[0]: "),
         ],
     )
     def test_wrong_requests_are_rejected(self, server, fields, message):

@@ -14,7 +14,6 @@ from torch._C import DisableTorchFunction
 
 from hardpoint import SamplingParams, plugins
 from hardpoint.core.worker import worker
-from hardpoint.host.system.transfers import fetch
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     LogitsProcessor,
@@ -22,6 +21,7 @@ from hardpoint.plugins import (
     RowMap,
     TensorSpec,
 )
+from hardpoint.plugins.process.device import HostCopy
 from hardpoint.testing import scripted_engine, write_scripted_model
 
 FETCH = ("plugins/process/device.py", "read")
@@ -333,7 +333,7 @@ def test_strided_results_are_fetched(device):
         order = logits.argsort(-1, descending=True)
         columns = order[:, 0], logits[:, 1], order[:, 1:3].T
         device.waits.clear()
-        lists = fetch(columns)
+        lists = HostCopy(columns).read()
         assert len(device.waits) == 1
         assert lists == [column.cpu().tolist() for column in columns]
 

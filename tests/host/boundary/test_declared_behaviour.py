@@ -26,8 +26,9 @@ from hardpoint.calls.io_processors import guarded_processor
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.host.boundary import activity
 from hardpoint.host.boundary import guard as guard_module
-from hardpoint.host.boundary.faults import Fanout, StepFaults
+from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.guard import boundary_of, checked, guard
+from hardpoint.host.boundary.kv_cache import KVEventFanout
 from hardpoint.host.boundary.policy import guarded_policy
 from hardpoint.host.boundary.text_guards import guarded_parser, guarded_tokenizer
 from hardpoint.host.registry.kinds import KINDS
@@ -517,8 +518,8 @@ def test_one_of_several_that_fails_keeps_nobody_from_being_called():
         (g.plugin.wrapped, g.plugin.boundary.report, g.plugin.boundary.calls)
         for g in (broken, sound)
     ]
-    Fanout(parts).call("publish", "batch")
-    assert called == ["batch"]
+    KVEventFanout(parts, lambda: 1.0).publish(["event"])
+    assert [batch.events for batch in called] == [["event"]]
     assert broken.message == "publish() failed: ValueError: oh"
 
 

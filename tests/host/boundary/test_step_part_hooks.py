@@ -188,8 +188,8 @@ def test_a_half_of_protocols_goes_through_a_step():
     assert parts.mask(plan) is None
     assert parts.needs_results(plan) == {}
     assert parts.result(plan, ModelRunnerOutput()) == {}
-    parts.updated(plan)
-    parts.lost(plan)
+    parts.notify("updated", plan)
+    parts.notify("lost", plan)
     assert parts.drafts(plan) == {}
     stats = SchedulerStats(
         num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()

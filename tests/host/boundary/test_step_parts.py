@@ -144,7 +144,7 @@ def test_only_overridden_methods_of_parts_with_live_requests_are_called():
     assert parts.begin(plan_of()) == {}
     parts.add(new())
     assert list(parts.begin(plan_of("r"))) == ["part0"]
-    parts.lost(plan_of("r"))
+    parts.notify("lost", plan_of("r"))
     parts.wait()
     assert parts.begin(plan_of(finished=["r"])) == {}
     assert names_of(user.calls) == ["uses", "begin", "ended"]
@@ -457,7 +457,7 @@ BROKEN = {
     "begin": lambda parts: parts.begin(plan_of("r")),
     "needs_results": lambda parts: parts.needs_results(plan_of("r")),
     "mask": lambda parts: parts.mask(plan_of("r")),
-    "lost": lambda parts: parts.lost(plan_of("r")),
+    "lost": lambda parts: parts.notify("lost", plan_of("r")),
     "preempted": lambda parts: parts.begin(plan_of("r", preempted=["r"])),
 }
 
@@ -712,7 +712,7 @@ def test_nor_by_a_second_report_after_the_plan_was_lost():
     scheduler = Live("r")
     parts, half = again(scheduler)
     parts.begin(plan_of("r", finished=["r"]))
-    parts.lost(plan_of("r", finished=["r"]))
+    parts.notify("lost", plan_of("r", finished=["r"]))
     parts.begin(plan_of("r", finished=["r"]))
     assert half.calls == []
     scheduler.names.clear()

@@ -84,7 +84,7 @@ def test_code_that_imports_vllm(tmp_path, monkeypatch, source):
     with pytest.raises(PluginLoadError) as error:
         resolve("reading_vllm:Thing")
     message = str(error.value)
-    assert "of vLLM's classes, logits processors run: " in message
+    assert "of vLLM's classes, processors, parsers, stat loggers and connectors run: " in message
     assert VLLM in message
     assert "docs/migrate-from-vllm.md" in message
     assert "reading_vllm" not in sys.modules
@@ -114,7 +114,9 @@ def test_classes_of_an_installed_vllm(monkeypatch, config):
     monkeypatch.setitem(sys.modules, "own_module", module)
     with pytest.raises(PluginContractError) as error:
         resolve(*([] if config else ["own_module:Mine"]), **config)
-    assert "of vLLM's classes, logits processors run: " in str(error.value)
+    assert "of vLLM's classes, processors, parsers, stat loggers and connectors run: " in str(
+        error.value
+    )
     assert "docs/migrate-from-vllm.md names the kinds" in str(error.value)
 
 

@@ -29,6 +29,12 @@ BROKEN = [
     (broken.Texts, "prompts", "prompts", r"returned 'a text' at \[0\], expected a pair of"),
     (broken.TooLong, "prompts", "prompts", r"has 360 tokens, the model reads 1 to 128"),
     (broken.OutOfVocabulary, "prompts", "prompts", "has 300, expected token ids from 0 to 256"),
+    (broken.TooLongLater, "prompts", "prompts", r"has 200 tokens, the model reads 1 to 128"),
+    (broken.YieldsTexts, "prompts", "prompts", r"yielded 'a text' at \[0\], expected a pair of"),
+    (broken.NeverReturns, "rounds", "rounds", "yielded prompts after 16 rounds, expected its outp"),
+    (broken.GoesOn, "rounds", "rounds", "goes on after it was closed: generator ignored"),
+    (broken.KeepsTheRound, "overlapping", "overlapping", "with 4 calls under way, .* another"),
+    (broken.ChangesLater, "reads_only", "reads only", "changed outputs of the model in place"),
     (broken.KeepsTheName, "overlapping", "overlapping", "with 4 calls under way, .* another"),
     (
         broken.Sorts,
@@ -119,7 +125,7 @@ def test_a_broken_processor_fails_its_rule(cls, test, rule, pattern, monkeypatch
     assert_fails(IOProcessorSuite, attributes(cls), test, rule, pattern)
 
 
-@pytest.mark.parametrize("cls", [broken.Rows, broken.ByHand], ids=label)
+@pytest.mark.parametrize("cls", [broken.Rows, broken.ByHand, broken.Pairs], ids=label)
 def test_correct_components_pass(cls):
     assert messages_of(IOProcessorSuite, attributes(cls)) == {}
 

@@ -53,6 +53,7 @@ SCHEDULERS = [
     (broken.LeavesPromptsNoTime, "step_time", "progress", r"\[.*\] have not finished"),
     (broken.TrustsFailedLoads, "transfers", "KV content|tokens", "could not be loaded|got the tok"),
     (broken.IgnoresReady, "grammars", "grammars", "are running, but their grammars are not ready"),
+    (broken.HidesReleases, "releases", "releases", r"releases the columns \[\] of '.' before pos"),
     (broken.EncodesTooMuch, "encoder", "limits", "encoder tokens are scheduled in one step"),
     (broken.ForgetsBegun, "forks", "batch", "with another source than it was added with"),
     (broken.SendsBegun, "forks", "tokens", "got the tokens .* after .*, alone it would get"),

@@ -20,7 +20,7 @@ from hardpoint.testing import ActivationTapSuite
 # tap, test that it fails, rule, pattern of the message
 BROKEN = [
     (broken.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
-    (broken.Neither, "overrides", "overrides", r"neither read\(\) nor change\(\)"),
+    (broken.Neither, "overrides", "overrides", r"neither read\(\) nor change\(\) nor exits\(\)"),
     (broken.NoSites, "sites", "sites", r"sites\(\) gave \[\]"),
     (broken.WrongPlace, "sites", "sites", r"sites\(\) gave \[TapSite\(layer=0, place='logits'"),
     (broken.Sums, "shape", "shape", r"read\(\) gave \[16\], expected \[\d+, ...\]"),
@@ -57,7 +57,7 @@ BROKEN = [
         r"read\(\) gave nothing that depends on the hidden states",
     ),
     (broken.Zeros, "effect", "effect", r"read\(\) gave nothing that depends on the hidden states"),
-    (broken.Identity, "effect", "effect", r"and change\(\) left them; expected changed ones"),
+    (broken.Identity, "effect", "effect", r"change\(\) left them, and exits\(\) named no token"),
     (broken.Leaks, "resources", "resources", r"elements of its attribute 'seen' grew by \d+ from"),
     (
         broken.LeaksElsewhere,
@@ -110,6 +110,15 @@ BROKEN = [
         r"99th percentile .* is \d+ microseconds, expected at most bud",
     ),
     (broken.OneKey, "cache_key", "cache_key", "have one key and two effects"),
+    (broken.ExitsByNumber, "shape", "shape", r"exits\(\) gave torch.float32 \[\d+\], expected to"),
+    (
+        broken.ExitsTogether,
+        "alone",
+        "alone",
+        r"exits\(\) gave other numbers for \d requests? than",
+    ),
+    (broken.ExitsNowhere, "effect", "effect", r"and exits\(\) named no token; expected an effect"),
+    (broken.ExitsWithOneKey, "cache_key", "cache_key", "have one key and two effects"),
     (broken.TextKey, "cache_key", "cache_key", r"cache_key\(\) gave 'scaled', expected bytes"),
 ]
 
@@ -119,7 +128,7 @@ ARGUMENTS = st.builds(dict, factor=st.sampled_from([0.5, 3.0]), layer=st.integer
 
 def attributes(cls):
     """Return the attributes of a suite of a class."""
-    takes_some = issubclass(cls, broken.Scaled)
+    takes_some = issubclass(cls, broken.Scaled | broken.Exits)
     return (
         {"tap": cls, "examples": 0.4}
         | ({"arguments": ARGUMENTS} if takes_some else {})
@@ -134,7 +143,9 @@ def test_a_broken_tap_fails_its_rule(cls, test, rule, pattern, monkeypatch):
     assert_fails(ActivationTapSuite, attributes(cls), test, rule, pattern)
 
 
-@pytest.mark.parametrize("cls", [broken.Norms, broken.Scaled, broken.MultipliesRows], ids=label)
+@pytest.mark.parametrize(
+    "cls", [broken.Norms, broken.Scaled, broken.Exits, broken.MultipliesRows], ids=label
+)
 def test_correct_components_pass(cls):
     assert messages_of(ActivationTapSuite, attributes(cls)) == {}
 

@@ -381,6 +381,12 @@ ADAPTED = [
     ),
 ]
 
+SKIPPING = [
+    (models.SkipsTheOthers, "skips", "skips", r"states of tokens that skip layers \[0\] differ by"),
+    (models.SkipsKeys, "skips", "skips", r"states of tokens that skip layers \[0\] differ by"),
+    (models.SkipsTheNorm, "skips", "skips", "states of a batch with num_layers=1 differ by"),
+]  # fmt: skip
+
 QUANTIZED = [
     (models.NamesUnknownMatrices, "quantized", "quantized", "has 'absent.weight', which is not th"),
     (models.ForgetsToLoadQuantized, "quantized", "weights", "NotImplementedError: .* no load_"),
@@ -405,6 +411,7 @@ RIGHT = [
     (ModelSuite, {"model": models.Tiny}),
     nightly(ModelSuite, {"model": models.Quantizable}),
     nightly(ModelSuite, {"model": models.Adaptable}),
+    (ModelSuite, {"model": models.Skipping}),
     nightly(ModelSuite, {"model": media_models.Seeing}),
     nightly(AttentionBackendSuite, {"backend": attention.KeysAlone}),
     nightly(AttentionBackendSuite, {"backend": attention.Viewed}),
@@ -461,7 +468,7 @@ def test_bits_that_depend_on_the_number_of_rows_fail_what_states_batch_invarianc
     assert_fails(OpsSuite, attributes, "lora_rows", "rows", "add_lora of row 0 alone differs by")
 
 
-@each_broken(MODELS + ADAPTED + QUANTIZED + OF_IMAGES)
+@each_broken(MODELS + ADAPTED + SKIPPING + QUANTIZED + OF_IMAGES)
 def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": models.CONFIG}
     assert_fails(ModelSuite, attributes, test, rule, pattern)
@@ -517,7 +524,7 @@ def test_correct_components_pass(suite, attributes):
         (SamplerSuite, SAMPLERS),
         (AttentionBackendSuite, ATTENTION),
         (OpsSuite, OPS),
-        (ModelSuite, MODELS + SHARED + ADAPTED + QUANTIZED + OF_IMAGES),
+        (ModelSuite, MODELS + SHARED + ADAPTED + SKIPPING + QUANTIZED + OF_IMAGES),
         (WeightLoaderSuite, LOADERS),
     ],
 )

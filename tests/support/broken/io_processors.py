@@ -54,6 +54,17 @@ class ByHand(Rows):
         return [completion.text for output in outputs for completion in output.outputs]
 
 
+class Pairs(Rows):
+    """Right: takes the means of two vectors each, in rounds, until one is left."""
+
+    def post_process(self, request, outputs):
+        tokens = [len(output.prompt_token_ids) for output in outputs]
+        while len(outputs) > 1:
+            tokens = [sum(tokens[place : place + 2]) % 100 for place in range(0, len(tokens), 2)]
+            outputs = yield [([token], PoolingParams()) for token in tokens]
+        return {"name": request.name, "vector": outputs[0].outputs}
+
+
 class NoContract(Rows, contract=None):
     pass
 
@@ -123,6 +134,59 @@ class KeepsTheName(Rows):
 
     def post_process(self, request, outputs):
         return super().post_process(self.request, outputs)
+
+
+class NeverReturns(Rows):
+    """Has one round after the other."""
+
+    def post_process(self, request, outputs):
+        while True:
+            yield [([1], PoolingParams())]
+
+
+class GoesOn(Rows):
+    """Yields prompts after it was closed."""
+
+    def post_process(self, request, outputs):
+        try:
+            outputs = yield [([1], PoolingParams())]
+        finally:
+            outputs = yield [([2], PoolingParams())]
+        return {"vector": outputs[0].outputs}
+
+
+class TooLongLater(Rows):
+    """Has a second prompt that is too long."""
+
+    def post_process(self, request, outputs):
+        outputs = yield [([1] * 200, PoolingParams())]
+        return {"vector": outputs[0].outputs}
+
+
+class YieldsTexts(Rows):
+    """Yields prompts without parameters."""
+
+    def post_process(self, request, outputs):
+        outputs = yield ["a text"]
+        return {"vector": outputs[0].outputs}
+
+
+class KeepsTheRound(Pairs):
+    """Keeps the state of a round in the processor."""
+
+    def post_process(self, request, outputs):
+        self.request = request
+        outputs = yield [([len(outputs)], PoolingParams())]
+        return {"name": self.request.name, "vector": outputs[0].outputs}
+
+
+class ChangesLater(Rows):
+    """Changes the outputs of a later round."""
+
+    def post_process(self, request, outputs):
+        outputs = yield [([1], PoolingParams())]
+        outputs[0].outputs *= 2
+        return {"vector": outputs[0].outputs}
 
 
 class Counts(Rows):

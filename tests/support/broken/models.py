@@ -185,6 +185,53 @@ class NamesOtherShapes(Adaptable):
         self.context.hooks.matrices["1.out"] = dataclasses.replace(matrix, stored_as="1.qkv")
 
 
+class Skipping(Tiny):
+    """Right: tokens may skip its layers, which have an MLP, and its last layers may be left out."""
+
+    def forward(self, batch):
+        x, hooks = self.embedded(batch), self.context.hooks
+        for layer in range(LAYERS)[: batch.num_layers]:
+            skipped = None if hooks.skips is None else hooks.skips(layer)
+            for branch in ("attention", "mlp"):
+                delta = self.delta(branch, batch, layer, x, skipped)
+                if hooks.added is not None:
+                    hooks.added(layer, branch, x, delta)
+                x = x + delta
+        return self.last_norm(x, batch)
+
+    def last_norm(self, x, batch):
+        return torch.tanh(x)
+
+    def delta(self, branch, batch, layer, x, skipped):
+        if branch == "attention":
+            return self.attended(batch, layer, x)
+        result, rows = torch.zeros_like(x), self.runs(x, skipped)
+        result[rows] = torch.tanh(x[rows] @ self.weights[f"{layer}.out.weight"])
+        return result
+
+    def runs(self, x, skipped):
+        return torch.ones(len(x), dtype=torch.bool) if skipped is None else ~skipped
+
+
+class SkipsTheOthers(Skipping):
+    def runs(self, x, skipped):
+        return super().runs(x, None if skipped is None else ~skipped)
+
+
+class SkipsKeys(Skipping):
+    """Writes zeros as keys and values of tokens that skip a layer."""
+
+    def delta(self, branch, batch, layer, x, skipped):
+        if branch == "attention" and skipped is not None:
+            x = x.masked_fill(skipped[:, None], 0)
+        return super().delta(branch, batch, layer, x, skipped)
+
+
+class SkipsTheNorm(Skipping):
+    def last_norm(self, x, batch):
+        return x if batch.num_layers else super().last_norm(x, batch)
+
+
 class NoContract(Tiny, contract=None):
     pass
 

@@ -397,7 +397,20 @@ class MisCountsLive(Default):
         return min(super().num_unfinished_requests(), 2)
 
 
+class HidesReleases(Default):
+    def schedule(self):
+        plan = super().schedule()
+        cached = msgspec.structs.replace(plan.cached_requests, released_columns={})
+        return msgspec.structs.replace(plan, cached_requests=cached)
+
+
 class Limitless(Default, contract=2):
     """Does not declare the limit of waiting tokens."""
 
     limits_waiting_tokens = False
+
+
+class WithoutReleases(Default, contract=2):
+    """Does not declare that it ends steps at releases."""
+
+    releases_blocks = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import torch
 
 from hardpoint.plugins import (
     EngineHalf,
@@ -163,6 +164,12 @@ class GoodWorkerHalf(WorkerHalf):
         assert y.shape[1] == sum(size for _, size in parts)
         y += 1  # and is returned
         return y
+
+    def added(self, layer, branch, residual, delta, rows):
+        return residual, self.shifted(delta, self.names_of(rows))
+
+    def skips(self, layer, rows):
+        return torch.tensor([self.numbers[name] % 2 == layer for name in self.names_of(rows)])
 
     def after_layers(self):
         pass
@@ -562,6 +569,28 @@ class _NotFiniteHalf(GoodWorkerHalf):
         return embedded / 0
 
 
+class _SkipsByPlaceHalf(GoodWorkerHalf):
+    """Lets the first token of a step skip a layer, whosever it is."""
+
+    def skips(self, layer, rows):
+        return torch.arange(rows.starts[-1]) == 0
+
+
+class _SkipsByNumberHalf(GoodWorkerHalf):
+    def skips(self, layer, rows):
+        return super().skips(layer, rows).float()
+
+
+class _AddsOneHalf(GoodWorkerHalf):
+    def added(self, layer, branch, residual, delta, rows):
+        return super().added(layer, branch, residual, delta, rows)[1]
+
+
+class _AddsInPlaceHalf(GoodWorkerHalf):
+    def added(self, layer, branch, residual, delta, rows):
+        return residual, delta.add_(1)
+
+
 class _WrongLayerHalf(GoodWorkerHalf):
     def around_layers(self, attend):
         return lambda layer, *args: attend(0, *args)
@@ -585,6 +614,10 @@ TextAsReport = part_of_worker(_TextAsReportHalf)
 ByPosition = part_of_worker(_ByPositionHalf)
 BeginRaises = part_of_worker(_BeginRaisesHalf)
 NotFinite = part_of_worker(_NotFiniteHalf)
+SkipsByPlace = part_of_worker(_SkipsByPlaceHalf)
+SkipsByNumber = part_of_worker(_SkipsByNumberHalf)
+AddsOne = part_of_worker(_AddsOneHalf)
+AddsInPlace = part_of_worker(_AddsInPlaceHalf)
 WrongLayer = part_of_worker(_WrongLayerHalf)
 KeepsEnded = part_of_worker(_KeepsEndedHalf)
 MasksOthers = part_of(_MasksOthersHalf)

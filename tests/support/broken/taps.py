@@ -41,6 +41,44 @@ class Scaled(Sample, ActivationTap, contract=1):
         return values * factors
 
 
+class Exits(Sample, ActivationTap, contract=1):
+    """Right: ends the layers of tokens with a large element."""
+
+    class Arguments(plugins.Arguments):
+        factor: float = 2.0
+        layer: int = 0
+
+    @classmethod
+    def sites(cls, arguments):
+        return [TapSite(arguments.layer)]
+
+    def exits(self, site, values, rows):
+        return values.amax(-1) > rows.tensor("factor").squeeze(1)
+
+
+class ExitsByNumber(Exits):
+    def exits(self, site, values, rows):
+        return super().exits(site, values, rows).float()
+
+
+class ExitsTogether(Exits):
+    """Ends the layers of all tokens of a step or of none."""
+
+    def exits(self, site, values, rows):
+        return super().exits(site, values, rows).all().expand(len(values))
+
+
+class ExitsNowhere(Exits):
+    def exits(self, site, values, rows):
+        return torch.zeros(len(values), dtype=torch.bool)
+
+
+class ExitsWithOneKey(Exits):
+    @classmethod
+    def cache_key(cls, arguments):
+        return b"exits"
+
+
 class NoContract(Norms, contract=None):
     pass
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -121,6 +121,49 @@ class Writes(IOProcessor):
         """Return the completions, by text."""
         texts = (output.outputs[0].text for output in outputs)
         return dict(zip(request, texts, strict=True))
+
+
+class InRounds(IOProcessor):
+    """Does what its input lists in each round after the first, and notes when a call is over.
+
+    An entry is a list of prompts, "fails", or another text, which it yields. The output is the
+    number of outputs of each round.
+    """
+
+    contract = 1
+    over: ClassVar[list[str]] = []
+    ended: ClassVar[threading.Event] = threading.Event()
+
+    def parse_request(self, data: Any) -> Any:
+        """Take any object."""
+        return data
+
+    def pre_process(self, request: Any) -> list[tuple[list[int], Any]]:
+        """Return the prompts of the first round."""
+        return self.prompts({}, [[1, 2]])
+
+    def post_process(self, request: Any, outputs: Sequence[Any]) -> Generator[Any, Any, list[int]]:
+        """Have the rounds of the request."""
+        counts, is_complete = [len(outputs)], False
+        try:
+            for prompts in request["rounds"]:
+                if prompts == "fails":
+                    raise KeyError("missing")
+                yielded = prompts if isinstance(prompts, str) else self.prompts(request, prompts)
+                outputs = yield yielded
+                counts.append(len(outputs))
+            is_complete = True
+        finally:
+            self.over.append("returned" if is_complete else "ended")
+            self.ended.set()
+            if request.get("goes_on"):
+                yield []
+        return counts
+
+    def prompts(self, request: Any, prompts: list[list[int]]) -> list[tuple[list[int], Any]]:
+        """Return prompts with parameters; an empty one is pooled."""
+        params = request.get("params", SamplingParams(max_tokens=1, ignore_eos=True))
+        return [(ids, params) if ids else ([1], PoolingParams()) for ids in prompts]
 
 
 GO_ON = threading.Event()

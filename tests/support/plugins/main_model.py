@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import torch
 
+from hardpoint import plugins
 from hardpoint.plugins import Speculator, StepPart
 
 
@@ -47,11 +49,16 @@ class Scores(StepPart):
 
     contract = 1
 
+    class Options(plugins.Options):
+        num_layers: int | None = None
+
+    options: Options
+
     def engine_half(self, context: Any) -> Any:
         return _Asks(context)
 
     def worker_half(self, context: Any) -> Any:
-        return _Computes(context)
+        return _Computes(context, self.options.num_layers)
 
 
 class _Asks:
@@ -64,8 +71,8 @@ class _Asks:
 
 
 class _Computes:
-    def __init__(self, context: Any) -> None:
-        self._model = context.open_model(context.MAIN_MODEL, 512)
+    def __init__(self, context: Any, num_layers: int | None) -> None:
+        self._model = context.open_model(context.MAIN_MODEL, 512, num_layers=num_layers)
 
     def memory(self) -> dict[str, int]:
         return {"scores": self._model.cache_bytes}
@@ -76,6 +83,9 @@ class _Computes:
             self._model.cut(name, 0)
         if method == "rows":
             logits = self._model.extend(texts, all_rows=True)
+        elif method == "one by one":
+            ((name, tokens),) = texts.items()
+            logits = torch.cat([self._model.extend({name: [token]}) for token in tokens])
         else:
             logits = self._model.extend(texts)
         return msgspec.msgpack.encode(logits.tolist())

@@ -55,6 +55,29 @@ class Add(Sample, ActivationTap, contract=1):
         return values + rows.tensor("strength") * ramp
 
 
+class Leave(Sample, ActivationTap, contract=1):
+    """Ends the layers of some positions, or of tokens with a likely next token."""
+
+    class Arguments(plugins.Arguments):
+        layer: int = 0
+        first: int = 0
+        every: int = 1
+        threshold: float = 0.0
+
+    @classmethod
+    def sites(cls, arguments):
+        return [TapSite(arguments.layer)]
+
+    def exits(self, site, values, rows):
+        positions = rows.positions()
+        first, every = (rows.tensor(name).squeeze(1) for name in ("first", "every"))
+        exits = (positions >= first) & (positions % every == 0)
+        thresholds = rows.tensor("threshold").squeeze(1)
+        if thresholds.any():  # which ranks that share the output layer cannot
+            exits &= self.context.unembed(values).softmax(-1).amax(-1) >= thresholds
+        return exits
+
+
 class Faulty(Sample, ActivationTap, contract=1):
     """Fails in the way that a request names."""
 
@@ -93,11 +116,19 @@ class Faulty(Sample, ActivationTap, contract=1):
             return values[:, :3]
         return None
 
+    def exits(self, site, values, rows):
+        hows = {arguments.how for arguments in rows.arguments}
+        if "exits raises" in hows:
+            raise KeyError("threshold")
+        if "exits by number" in hows:
+            return torch.ones(len(values))
+        return None
+
 
 TAPS = {
     "enable": [
         {"use": f"{__name__}:{cls.__name__}", "name": cls.__name__.lower()}
-        for cls in (Raw, Places, Add, Faulty)
+        for cls in (Raw, Places, Add, Leave, Faulty)
     ]
 }
 """The section `plugins` of an engine that has them."""

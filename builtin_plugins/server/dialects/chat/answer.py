@@ -7,21 +7,18 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.builtin_plugins.server.dialects.choices import EndedChoice, ended
 from hardpoint.builtin_plugins.server.dialects.chunks import ChunkAnswer, identity_of
 from hardpoint.builtin_plugins.server.dialects.dialect import ParsedRequest
 from hardpoint.builtin_plugins.server.routes.answers import (
-    EncodedArrays,
     Usage,
     check_ended,
-    encoded_arrays,
     only,
     prompt_logprobs,
 )
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
-from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
-from hardpoint.toolkit.trace import TRACE, CompletionTrace, completion_trace
 
 from .logprobs import ChoiceLogprobs, choice_logprobs
 from .request import ChatCompletionRequest
@@ -54,40 +51,20 @@ class AnswerMessage(msgspec.Struct, omit_defaults=True):
     refusal: msgspec.UnsetType | None = msgspec.UNSET
 
 
-class ChatChoice(msgspec.Struct, kw_only=True):
+class ChatChoice(EndedChoice, kw_only=True):
     """One completion of an answer."""
 
-    index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: str | None
-    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    warning: str | msgspec.UnsetType = msgspec.UNSET
-    validation_error: str | msgspec.UnsetType = msgspec.UNSET
-    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
-    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
-    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
-    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChunkChoice(msgspec.Struct, kw_only=True):
+class ChunkChoice(EndedChoice, kw_only=True):
     """The new part of one completion."""
 
-    index: int
     delta: AnswerMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    warning: str | msgspec.UnsetType = msgspec.UNSET
-    validation_error: str | msgspec.UnsetType = msgspec.UNSET
-    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
-    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
-    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
-    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -124,35 +101,6 @@ def _choice(
         token_ids=completion.token_ids if body.return_token_ids else msgspec.UNSET,
         **ended(completion, tokenizer),
     )
-
-
-def ended(completion: CompletionOutput, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Return the fields of a choice about how its completion ended.
-
-    Args:
-        completion: may still run.
-        tokenizer: gives the texts of tokens in a trace; None leaves them out.
-    """
-    fields: dict[str, Any] = {}
-    if completion.finish_reason is not None:
-        fields["stop_reason"] = completion.stop_reason
-    if completion.warning:
-        fields["warning"] = completion.warning
-    if completion.validation_error:
-        fields["validation_error"] = completion.validation_error
-    figures = dict(completion.part_figures or {})
-    if figures.pop(TRACE, None):
-        decode = None if tokenizer is None else tokenizer.decode
-        fields["trace"] = completion_trace(completion, decode)
-    if figures:
-        fields["part_figures"] = figures
-    if completion.part_arrays is not None:
-        fields["part_arrays"] = encoded_arrays(completion.part_arrays)
-    if completion.weight_runs is not None and completion.finish_reason is not None:
-        fields["weight_runs"] = completion.weight_runs
-    if completion.num_resumes:
-        fields["num_resumes"] = completion.num_resumes
-    return fields
 
 
 def _whole_call(call: ToolCall) -> ToolCallPart:

@@ -8,11 +8,10 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.builtin_plugins.server.dialects.chat.answer import ended
+from hardpoint.builtin_plugins.server.dialects.choices import EndedChoice, ended
 from hardpoint.builtin_plugins.server.dialects.chunks import ChunkAnswer, identity_of
 from hardpoint.builtin_plugins.server.dialects.dialect import ParsedRequest
 from hardpoint.builtin_plugins.server.routes.answers import (
-    EncodedArrays,
     Usage,
     check_ended,
     finite,
@@ -23,8 +22,6 @@ from hardpoint.builtin_plugins.server.routes.answers import (
 )
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput
-from hardpoint.plugins.requests import WeightRun
-from hardpoint.toolkit.trace import CompletionTrace
 
 from .request import CompletionRequest
 
@@ -38,24 +35,14 @@ class Logprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
+class CompletionChoice(EndedChoice, kw_only=True):
     """One completion, or the new part of it."""
 
-    index: int
     text: str
     logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: list[Any] | msgspec.UnsetType | None = msgspec.UNSET
-    warning: str | msgspec.UnsetType = msgspec.UNSET
-    validation_error: str | msgspec.UnsetType = msgspec.UNSET
-    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
-    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
-    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
-    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):

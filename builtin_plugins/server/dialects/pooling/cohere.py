@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from hardpoint.builtin_plugins.server.routes.answers import new_id
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 _PURPOSES = {"search_query": "query", "search_document": "document"}
 
-EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 
 class CohereText(Strict, tag_field="type", tag="text"):
@@ -43,10 +42,12 @@ class CohereEmbedRequest(Strict):
         texts: texts; one of `texts` and `inputs`.
         inputs: lists of texts, each of which is embedded as one text.
         input_type: "search_query" and "search_document" put the model's prompts before texts.
-        embedding_types: forms of the vectors; "binary" and "ubinary" have a bit for each number
-            above 0, eight in an integer.
+        embedding_types: forms of the vectors; "int8" and "uint8" scale each vector so that its
+            largest number is 127, and "uint8" adds 128; "binary" and "ubinary" have a bit for each
+            number above 0, eight in an integer.
         output_dimension: size of the vectors, of a model that was trained for vectors that are cut.
-        truncate: "START" drops the beginning of a text that is too long; "NONE" rejects it.
+        truncate: "START" and "END" drop the beginning or the end of a text that is too long;
+            "NONE" rejects it.
         priority: smaller is more important.
     """
 
@@ -65,7 +66,7 @@ class CohereEmbedRequest(Strict):
         default_factory=lambda: ["float"]
     )
     output_dimension: Annotated[int, Meta(ge=1)] | None = None
-    truncate: Literal["NONE", "START", "END"] = "NONE"
+    truncate: Literal["NONE", "START", "END"] = "END"
     priority: int | None = None
 
     @property
@@ -93,16 +94,7 @@ class CohereEmbedRequest(Strict):
         return {f"texts[{index}]": text for index, text in enumerate(texts)}
 
     def pooled_fields(self) -> PooledFields:
-        """Return the fields that all routes that pool have.
-
-        Raises:
-            RequestError: the end of texts would be dropped.
-        """
-        if self.truncate == "END":
-            raise RequestError(
-                'truncate: expected "NONE" or "START", because the engine keeps the last tokens '
-                'of a text, got "END"'
-            )
+        """Return the fields that all routes that pool have; the engine keeps the last tokens."""
         cut = -1 if self.truncate == "START" else None
         return PooledFields(truncate_prompt_tokens=cut, priority=self.priority)
 
@@ -140,6 +132,12 @@ class CohereEmbeddings(msgspec.Struct):
     response_type: str = "embeddings_by_type"
 
 
+def _int8(vector: Any) -> Any:
+    """Return whole numbers of the same direction, from -127 to 127."""
+    largest = np.abs(vector).max()
+    return np.rint(vector * (127 / largest if largest > 0 else 0)).astype(np.int16)
+
+
 def _binary(vector: Any) -> list[int]:
     bits: list[int] = (np.packbits(vector > 0).astype(np.int16) - 128).astype(np.int8).tolist()
     return bits
@@ -153,12 +151,15 @@ def _ubinary(vector: Any) -> list[int]:
 _FORMS: dict[str, Callable[[Any], Any]] = {
     "float": lambda vector: vector.tolist(),
     "base64": lambda vector: base64.b64encode(vector.astype("<f4").tobytes()).decode(),
+    "int8": lambda vector: _int8(vector).tolist(),
+    "uint8": lambda vector: (_int8(vector) + 128).tolist(),
     "binary": _binary,
     "ubinary": _ubinary,
 }
 
 
 def cohere_embeddings(
+    answer_id: str,
     body: CohereEmbedRequest,
     texts: list[str],
     outputs: Sequence[PoolingRequestOutput],
@@ -167,12 +168,13 @@ def cohere_embeddings(
     """Return the answer to a request.
 
     Args:
+        answer_id: id of the answer.
         outputs: results of the texts, in their order.
         num_tokens: tokens of all texts.
     """
     vectors = [output.outputs for output in outputs]
     return CohereEmbeddings(
-        new_id("embd-"),
+        answer_id,
         {name: list(map(_FORMS[name], vectors)) for name in body.embedding_types},
         texts,
         CohereMeta(ApiVersion(), BilledUnits(num_tokens)),

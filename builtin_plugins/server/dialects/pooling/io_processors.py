@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.params import PoolingParams
@@ -121,7 +121,7 @@ class PoolingRoute:
         _check(body)
 
         async def work() -> PooledResult:
-            made = new_id("pool-", body.request_id), int(time.time())
+            made = answer_ids("pool-", call, body.request_id)[0], int(time.time())
             if body.data is UNSET:
                 return await self._texts(call, body, model, *made)
             return await self._processed(call, body, model, *made)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hardpoint.builtin_plugins.server.dialects.chat.request import plain_messages
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.routes.compatibility_fields import check_truncation_side
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import PluginFaultError, shown
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from hardpoint.plugins.requests.outputs import PoolingRequestOutput
 
 from .request import MAX_INPUTS, EmbeddingsRequest, PooledFields, PooledUsage
+
+_SPECIAL_TOKENS = 8
+"""Most special tokens that a tokenizer adds to a text."""
 
 
 class TextPooler:
@@ -112,6 +115,24 @@ class TextPooler:
                 if isinstance(text, str):
                     texts[place] = prefix + text
 
+    async def without_ends(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """Return texts, and the first token ids of texts that are longer than the context.
+
+        Special tokens that the tokenizer adds at the end of a text stay there.
+        """
+        engine = self._service.engine
+        limit = engine.config.max_model_len
+        inputs: dict[str, Any] = dict(texts)
+        for place, text in texts.items():
+            # A token has at least one byte, except special ones.
+            if isinstance(limit, int) and len(text.encode()) > limit - _SPECIAL_TOKENS:
+                ids = await engine.model.tokenize(text)
+                content = await engine.model.tokenize(text, add_special_tokens=False)
+                if len(ids) > limit:
+                    end = _num_after(ids, content)
+                    inputs[place] = ids[: limit - end] + ids[len(ids) - end :]
+        return inputs
+
     async def pool(
         self,
         call: Call,
@@ -136,7 +157,11 @@ class TextPooler:
         self._service.check_prompt(parts, name=next(iter(texts)).partition("[")[0])
         extras = self._service.extras(call, body)
         outputs = await self._service.engine.encode_batch(
-            list(texts.values()), params, names=list(texts), **extras
+            list(texts.values()),
+            params,
+            request_id=answer_ids("pool-", call, body.request_id)[1],
+            names=list(texts),
+            **extras,
         )
         for place, output in zip(texts, outputs, strict=True):
             if output.finish_reason == "error":
@@ -148,6 +173,14 @@ class TextPooler:
                     code=output.finish_reason,
                 )
         return outputs
+
+
+def _num_after(ids: Sequence[int], content: Sequence[int]) -> int:
+    """Return the number of special tokens after the content of a text; 0 if it is not found."""
+    for start in range(len(ids) - len(content) + 1):
+        if ids[start : start + len(content)] == content:
+            return len(ids) - len(content) - start
+    return 0
 
 
 def refuse_activation(use_activation: bool | None) -> None:
@@ -247,9 +280,9 @@ def usage_of(outputs: Sequence[PoolingRequestOutput]) -> PooledUsage:
     return PooledUsage(count, count)
 
 
-def answer_id(body: PooledFields, prefix: str) -> str:
+def answer_id(call: Call, body: PooledFields, prefix: str) -> str:
     """Return the id of an answer."""
-    return new_id(f"{prefix}-", body.request_id)
+    return answer_ids(f"{prefix}-", call, body.request_id)[0]
 
 
 def now() -> int:

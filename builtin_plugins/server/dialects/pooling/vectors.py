@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Route
@@ -117,7 +118,7 @@ class VectorRoutes:
                 for index, vector in enumerate(encoded(outputs, body.encoding_format))
             ]
             return Embeddings(
-                answer_id(body, "embd"), "list", now(), model, data, usage_of(outputs)
+                answer_id(call, body, "embd"), "list", now(), model, data, usage_of(outputs)
             )
 
         return await self._service.answer(request, call, work)
@@ -134,9 +135,13 @@ class VectorRoutes:
             inputs: dict[str, Any] = dict(texts)
             if (purpose := body.purpose) is not None:
                 await self._pooler.add_prefix(inputs, "purpose", purpose)
+            if body.truncate == "END":
+                inputs = await self._pooler.without_ends(inputs)
             outputs = await self._pooler.pool(call, fields, inputs, params)
             usage = usage_of(outputs)
-            return cohere_embeddings(body, list(texts.values()), outputs, usage.prompt_tokens)
+            name, _ = answer_ids("embd-", call, None)
+            texts_in_order = list(texts.values())
+            return cohere_embeddings(name, body, texts_in_order, outputs, usage.prompt_tokens)
 
         return await self._service.answer(request, call, work)
 
@@ -171,7 +176,7 @@ class VectorRoutes:
                 )
                 for place in best[: body.top_n]
             ]
-            return Ranking(answer_id(body, "rerank"), model, results, usage_of(outputs))
+            return Ranking(answer_id(call, body, "rerank"), model, results, usage_of(outputs))
 
         return await self._service.answer(request, call, work)
 
@@ -199,7 +204,9 @@ class VectorRoutes:
                 )
                 scores = cosines(outputs[: len(first)], outputs[len(first) :])
             data = [Score("score", index, score) for index, score in enumerate(scores)]
-            return Scores(answer_id(body, "score"), "list", now(), model, data, usage_of(outputs))
+            return Scores(
+                answer_id(call, body, "score"), "list", now(), model, data, usage_of(outputs)
+            )
 
         return await self._service.answer(request, call, work)
 
@@ -224,7 +231,7 @@ class VectorRoutes:
                 for index, output in enumerate(outputs)
             ]
             return Classes(
-                answer_id(body, "classify"), "list", now(), model, data, usage_of(outputs)
+                answer_id(call, body, "classify"), "list", now(), model, data, usage_of(outputs)
             )
 
         return await self._service.answer(request, call, work)

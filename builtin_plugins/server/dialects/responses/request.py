@@ -12,10 +12,9 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     IGNORED,
     REFUSED,
     GenerationFields,
-    JsonObjectFormat,
-    TextFormat,
     check_known,
 )
+from hardpoint.builtin_plugins.server.routes.response_formats import JsonObjectFormat, TextFormat
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
 

@@ -14,14 +14,14 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.dialects.dialect import Dialect, ParsedRequest
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.routes.answers import engine_id, new_id
+from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.routes.fields import (
     Renaming,
-    check_limits,
     reasoning_variables,
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.images import check_images, with_owner
+from hardpoint.builtin_plugins.server.routes.request_limits import check_limits
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Call, Client, Route
@@ -151,8 +151,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         call, body = await self._service.requests.read(request, CompactRequest)
         body = msgspec.structs.replace(body.resolved(), store=False)
         model, adapter = await self._service.model(body.model)
-        answer_id = new_id(self.id_prefix, body.request_id)
-        engine_name = engine_id(answer_id, body.request_id)
+        answer_id, engine_name = answer_ids(self.id_prefix, call, body.request_id)
         parsed: ParsedRequest[ResponsesRequest] = ParsedRequest(
             call, body, model, answer_id, engine_name, adapter
         )

@@ -1,5 +1,6 @@
-"""An IO processor for Hardpoint: a document of any length as overlapping spans with vectors."""
+"""IO processors for Hardpoint: spans of a document with vectors, and summaries of a document."""
 
+from .digest import Digest, Summary, Text
 from .processor import Document, Spans
 
-__all__ = ["Document", "Spans"]
+__all__ = ["Digest", "Document", "Spans", "Summary", "Text"]

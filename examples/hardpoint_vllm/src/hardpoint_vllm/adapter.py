@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,13 @@ from hardpoint.toolkit.logits_calls import (
 
 from .batch_classes import V1_METHODS, VLLMV1Class
 from .callables import adapt_callable
+from .connectors import adapt_connector, is_connector
+from .io_processors import adapt_processor, is_processor
 from .other_classes import why_not_adapted
 from .parsers import adapt_parser, form_of
 from .slot_classes import VLLMV2Class
 from .stand_ins import is_missing, stand_ins
+from .stat_loggers import adapt_logger, is_logger
 
 if TYPE_CHECKING:
     from hardpoint.plugins.component.base import Component
@@ -29,8 +33,9 @@ _METHODS = {*V1_METHODS, "validate_params", "add_request", "apply_staged_writes"
 
 
 class VLLM(ComponentAdapter):
-    """Adapts vLLM's logits processors and output parsers, with vLLM installed or without.
+    """Adapts vLLM's plugin classes, with vLLM installed or without.
 
+    These are logits processors, output parsers, IO processors, stat loggers and KV connectors.
     Classes of other kinds are refused with the kind that replaces them.
     """
 
@@ -39,7 +44,7 @@ class VLLM(ComponentAdapter):
     @classmethod
     def matches(cls, target: Any, kind: str | None) -> bool:
         """Return whether it is one of vLLM's classes, or a callable in the form of its V0."""
-        if form_of(target) or why_not_adapted(target):
+        if _adaptation(target) or why_not_adapted(target):
             return True
         if kind not in (None, "logits_processors"):
             return False
@@ -54,8 +59,8 @@ class VLLM(ComponentAdapter):
         Raises:
             PluginContractError: it is of another kind, or nearly has one of the forms.
         """
-        if form_of(target):
-            return adapt_parser(target, source)
+        if (adapt := _adaptation(target)) is not None:
+            return adapt(target, source)
         external = ExternalProcessor(target, source)
         if inspect.isclass(target) and seems_from_vllm(target):
             return adapt_class(external)
@@ -67,6 +72,19 @@ class VLLM(ComponentAdapter):
     def stand_ins(cls, module: str) -> AbstractContextManager[None] | None:
         """Return the stand-ins for vLLM's modules, if vLLM is not installed."""
         return stand_ins() if is_missing(module) else None
+
+
+_ADAPTATIONS = (
+    (form_of, adapt_parser),
+    (is_processor, adapt_processor),
+    (is_logger, adapt_logger),
+    (is_connector, adapt_connector),
+)
+
+
+def _adaptation(target: Any) -> Callable[[Any, Source], type[Component]] | None:
+    """Return the function that adapts a class with a base class of vLLM; None for other objects."""
+    return next((adapt for recognizes, adapt in _ADAPTATIONS if recognizes(target)), None)
 
 
 def seems_from_vllm(target: type) -> bool:

@@ -48,6 +48,27 @@ class KeptFields:
         raise error(f"{self.described} has no {name!r}; it has {self.available}")
 
 
+class NamedFields(KeptFields):
+    """An object with fields by keyword, for kinds other than logits processors."""
+
+    def __init__(self, description: str, /, **fields: Any) -> None:
+        """Set the fields.
+
+        Args:
+            description: the object, for messages.
+            fields: its fields; None is a value as any other.
+        """
+        vars(self).update(
+            fields, described=f"the {description} given to classes of vLLM",
+            available=", ".join(fields) or "no fields",
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        hidden = ("described", "available")
+        fields = (f"{key}={value!r}" for key, value in vars(self).items() if key not in hidden)
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+
 class SchedulerFields(KeptFields):
     """`vllm_config.scheduler_config`."""
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+ADAPTED = "logits processors, output parsers, IO processors, stat loggers and KV connectors"
+
 KINDS = {
-    "vllm.distributed": ("KV connectors", "kv_connectors", "write-a-kv-connector"),
+    "vllm.distributed": ("own KV connectors", "kv_connectors", "write-a-kv-connector"),
     "vllm.distributed.kv_events": (
         "event publishers",
         "kv_event_publishers",
         "write-kv-cache-plugins",
     ),
-    "vllm.plugins": ("IO processors", "io_processors", "write-an-io-processor"),
+    "vllm.plugins": ("own IO processors", "io_processors", "write-an-io-processor"),
     "vllm.v1.core": ("schedulers", "schedulers", "write-a-scheduler"),
     "vllm.v1.executor": ("executors", "executors", "parallelism"),
     "vllm.v1.attention": ("attention backends", "attention_backends", "write-an-attention-backend"),
     "vllm.attention": ("attention backends", "attention_backends", "write-an-attention-backend"),
     "vllm.v1.spec_decode": ("speculators", "speculators", "write-a-speculator"),
     "vllm.v1.structured_output": ("grammar backends", "grammars", "write-a-grammar-backend"),
-    "vllm.v1.metrics": ("stat loggers", "stat_sinks", "metrics"),
+    "vllm.v1.metrics": ("own stat loggers", "stat_sinks", "metrics"),
     "vllm.model_executor": ("models", "models", "write-a-model"),
     "vllm.model_executor.layers.quantization": (
         "quantizations",
@@ -40,8 +42,8 @@ def why_not_in(module: str) -> str:
         return ""
     classes, kind, page = KINDS[max(packages, key=len)]
     return (
-        f"vLLM's {classes} cannot be used, with vLLM installed or without: only logits processors "
-        f"and output parsers are adapted. The kind {kind} takes their place (docs/{page}.md); "
+        f"vLLM's {classes} cannot be used, with vLLM installed or without: only {ADAPTED} of "
+        f"other packages are adapted. The kind {kind} takes their place (docs/{page}.md); "
         f"docs/migrate-from-vllm.md lists the differences"
     )
 

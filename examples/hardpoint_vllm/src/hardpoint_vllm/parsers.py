@@ -23,6 +23,7 @@ from hardpoint.toolkit.parsing.events import (
     ToolCallEnd,
 )
 
+from .origin import vllm_base
 from .protocol import ChatCompletionRequest, tool_of
 from .tokenizers import TokenizerLike
 
@@ -44,13 +45,7 @@ class ParserOptions(typed.Options):
 
 def form_of(target: Any) -> str:
     """Return the name of vLLM's base class of a parser; empty for other objects."""
-    bases = target.__mro__ if inspect.isclass(target) else ()
-    names = [base.__name__ for base in bases if _is_of_vllm(base)]
-    return next((name for name in names if name in FORMS), "")
-
-
-def _is_of_vllm(base: type) -> bool:
-    return base.__module__.startswith(("vllm.", "hardpoint_vllm.protocol"))
+    return vllm_base(target, FORMS)
 
 
 def adapt_parser(target: type, source: Source) -> type[AdaptedParser]:

@@ -43,6 +43,10 @@ class _Model:
             if not (exclude_none and getattr(self, name) is None)
         }
 
+    def __class_getitem__(cls, parameters: Any) -> type[_Model]:
+        """Return the class: type parameters of vLLM's models are for validation."""
+        return cls
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.defaults)
         return f"{type(self).__name__}({fields})"
@@ -131,6 +135,25 @@ class ChatCompletionRequest(_Model):
 
 class ResponsesRequest(ChatCompletionRequest):
     """A request of `/v1/responses`: no parser gets one here."""
+
+
+class IOProcessorRequest(_Model):
+    """A request of `/pooling` for an IO processor."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model": None,
+        "priority": 0,
+        "data": None,
+        "task": "plugin",
+        "softmax": None,
+        "activation": None,
+    }
+
+
+class IOProcessorResponse(_Model):
+    """The answer of `/pooling` from an IO processor."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"request_id": None, "created_at": 0, "data": None}
 
 
 def tool_of(name: str, schema: Mapping[str, Any]) -> SimpleNamespace:
@@ -334,6 +357,10 @@ _REQUESTS = {
     "ChatCompletionToolsParam": SimpleNamespace,
     "ResponsesRequest": ResponsesRequest,
 }
+_POOLING = {
+    "IOProcessorRequest": IOProcessorRequest,
+    "IOProcessorResponse": IOProcessorResponse,
+}
 _TOOLS = {"ToolParser": ToolParser, "ToolParserManager": ToolParserManager}
 _REASONING = {
     "ReasoningParser": ReasoningParser,
@@ -347,7 +374,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "vllm.entrypoints.generate.base": {},
     "vllm.entrypoints.generate.base.protocol": _MESSAGES,
     "vllm.entrypoints.openai": {},
-    "vllm.entrypoints.openai.protocol": _MESSAGES | _REQUESTS,
+    "vllm.entrypoints.openai.protocol": _MESSAGES | _REQUESTS | _POOLING,
     "vllm.entrypoints.openai.engine": {},
     "vllm.entrypoints.openai.engine.protocol": _MESSAGES,
     "vllm.entrypoints.openai.chat_completion": {},
@@ -356,6 +383,9 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "vllm.entrypoints.openai.responses.protocol": _REQUESTS,
     "vllm.entrypoints.openai.tool_parsers": _TOOLS,
     "vllm.entrypoints.openai.tool_parsers.abstract_tool_parser": _TOOLS,
+    "vllm.entrypoints.pooling": {},
+    "vllm.entrypoints.pooling.pooling": {},
+    "vllm.entrypoints.pooling.pooling.protocol": _POOLING,
     "vllm.reasoning": {**_REASONING, "BaseThinkingReasoningParser": BaseThinkingReasoningParser},
     "vllm.reasoning.abs_reasoning_parsers": _REASONING,
     "vllm.reasoning.basic_parsers": {"BaseThinkingReasoningParser": BaseThinkingReasoningParser},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import inspect
 import logging
@@ -19,10 +20,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .batch_classes import ExternalBatchUpdate, MoveDirectionality
+from .connectors import MODULES as CONNECTOR_MODULES
+from .io_processors import MODULES as IO_PROCESSOR_MODULES
 from .objects import ExternalParams, VllmConfigFields
-from .other_classes import why_not_in
+from .other_classes import ADAPTED, why_not_in
 from .protocol import MODULES as PARSER_MODULES
 from .slot_classes import DeviceField, HostField, RequestStates, StepLayout
+from .stat_loggers import MODULES as STAT_LOGGER_MODULES
 
 if TYPE_CHECKING:
     import torch
@@ -231,8 +235,21 @@ _SLOTS = {
     "LogitsProcRequestState": RequestStates,
 }
 _PARAMS = {"SamplingParams": ExternalParams}
+_INPUTS = ("PromptType", "TextPrompt", "TokensPrompt")
+_OUTPUTS = ("PoolingOutput", "PoolingRequestOutput", "RequestOutput")
+PROGRAM_NAMES: Mapping[str, tuple[str, ...]] = {
+    "vllm.inputs": _INPUTS,
+    "vllm.inputs.data": _INPUTS,
+    "vllm.outputs": _OUTPUTS,
+    "vllm.pooling_params": ("PoolingParams",),
+}
+"""Names by module that are the names of `hardpoint.vllm`, imported when a plugin reads them."""
 MODULES: Mapping[str, Mapping[str, Any]] = {
     **PARSER_MODULES,
+    **IO_PROCESSOR_MODULES,
+    **STAT_LOGGER_MODULES,
+    **CONNECTOR_MODULES,
+    **{module: dict[str, Any]() for module in PROGRAM_NAMES},
     "vllm": _PARAMS,
     "vllm.sampling_params": _PARAMS,
     "vllm.config": {"VllmConfig": VllmConfigFields},
@@ -306,12 +323,15 @@ class _Module(ModuleType):
         vars(self).update(names)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an error that names the missing module.
+        """Return a name of `hardpoint.vllm`.
 
         Raises:
-            ImportError: it is a public name.
+            ImportError: it is another public name.
             AttributeError: it is a private name, which Python's own protocols look for.
         """
+        if name in PROGRAM_NAMES.get(self.__name__, ()):
+            module = importlib.import_module(f"hardpoint.{self.__name__}")
+            return getattr(module, name)
         error = AttributeError if name.startswith("_") else ImportError
         raise error(_lacking(f"{name!r} of {self.__name__}", f"{self.__name__}.{name}"))
 
@@ -319,7 +339,7 @@ class _Module(ModuleType):
 def _lacking(name: str, module: str) -> str:
     return (
         f"there is no {name}: vLLM is not installed, and it has stand-ins only for the needs of "
-        f"logits processors and output parsers; {why_not_in(module) or 'install vLLM, too'}"
+        f"{ADAPTED}; {why_not_in(module) or 'install vLLM, too'}"
     )
 
 

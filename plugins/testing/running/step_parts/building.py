@@ -144,6 +144,7 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
             world_size=1,
             block_hashes=block_hashes,
             publish=lambda _events: None,
+            can_release_blocks=self.part.releases_blocks,
             call_workers=lambda message: [] if worker is None else [worker.call(message)],
         )
         cls = type(part)

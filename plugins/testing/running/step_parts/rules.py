@@ -105,7 +105,8 @@ READS_ONLY = Rule(
 WORKER = Rule(
     "worker: each method of a worker half returns a valid result, and raises nothing",
     "return None, or a finite tensor of the shape that was given, from `embedded`, `linear`, "
-    "`hidden` and `logits`, a function from `around_layers`, and bytes or None from `report`",
+    "`hidden` and `logits`, two of them from `added`, a bool tensor [tokens] from `skips`, a "
+    "function from `around_layers`, and bytes or None from `report`",
 )
 WORKER_READS = Rule(
     "worker reads only: the inputs of a worker half belong to the worker",
@@ -396,6 +397,37 @@ def check_changed(method: str, returned: Any, before: torch.Tensor) -> None:
         values = torch.where(values == float("-inf"), values.amax(1, keepdim=True), values)
     if not values.isfinite().all():
         raise WORKER.violation(f"{method}() returned values that are not finite")
+
+
+def check_added(returned: Any, before: torch.Tensor) -> None:
+    """Check the result of added().
+
+    Raises:
+        Violation: it is neither None nor two finite tensors of the shape of `before`.
+    """
+    if returned is None:
+        return
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        form = "one tensor" if isinstance(returned, torch.Tensor) else short_repr(returned)
+        raise WORKER.violation(f"added() returned {form}, expected a tuple of two tensors or None")
+    for part in returned:
+        check_changed("added", part, before)
+
+
+def check_skipped(skipped: Any, num_tokens: int) -> None:
+    """Check the result of skips().
+
+    Raises:
+        Violation: it is neither None nor a bool tensor [tokens].
+    """
+    if skipped is None:
+        return
+    is_tensor = isinstance(skipped, torch.Tensor)
+    if not is_tensor or (skipped.dtype, skipped.shape) != (torch.bool, (num_tokens,)):
+        form = f"{skipped.dtype} {list(skipped.shape)}" if is_tensor else short_repr(skipped)
+        raise WORKER.violation(
+            f"skips() returned {form}, expected torch.bool [{num_tokens}] or None"
+        )
 
 
 def check_function(attend: Any) -> None:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import msgspec
@@ -31,7 +32,9 @@ _STACKS: tuple[tuple[tuple[str, int], ...], ...] = (
     (("self_attn.o_proj", 16),),
 )
 """Linear layers of each layer: names and rows of the stacked matrices."""
-_IN_LAYERS = ("around_layers", "embedded", "linear")
+_NUM_HEADS = 2
+_IN_LAYERS = ("around_layers", "embedded", "linear", "added", "skips")
+_BRANCHES = ("attention", "mlp")
 
 Rows = dict[str, np.ndarray]
 """The rows of one request that a half has changed in a step, by the name of the values."""
@@ -144,6 +147,8 @@ class WorkerSteps:
         plain = _Attend()
         attend: Callable[..., torch.Tensor] = plain
         has_around = self._overrides("around_layers")
+        if self._overrides("take_attention_weights"):
+            self._call("take_attention_weights", whole.attention_weights)
         if has_around:
             attend = self._call("around_layers", plain)
             rules.check_function(attend)
@@ -151,6 +156,8 @@ class WorkerSteps:
         if has_rows and self._overrides("embedded"):
             self._change(step, "embedded", "embedded tokens", HIDDEN_SIZE)
         for layer in range(_LAYERS):
+            if has_rows and self._overrides("skips"):
+                self._skip(step, layer)
             for stack in _STACKS if has_rows and self._overrides("linear") else ():
                 parts = [(f"model.layers.{layer}.{name}", rows) for name, rows in stack]
                 label = f"product of {parts[0][0]}"
@@ -159,6 +166,35 @@ class WorkerSteps:
                 self._change(step, "linear", label, size, before=(parts, x))
             if has_around:
                 self._attend(attend, plain, whole, layer)
+            for branch in _BRANCHES if has_rows and self._is_called_for(layer) else ():
+                self._add(step, layer, branch)
+
+    def _is_called_for(self, layer: int) -> bool:
+        if not self._overrides("added"):
+            return False
+        layers = self._checked("layers", lambda: self._half.layers)
+        return layers is None or layer in layers
+
+    def _skip(self, step: _Step, layer: int) -> None:
+        """Let the half skip a layer, and record which rows do."""
+        rows = step.rows()
+        skipped = self._call("skips", layer, rows)
+        rules.check_skipped(skipped, rows.starts[-1])
+        if skipped is not None:
+            column = skipped.float().unsqueeze(1)
+            step.keep(f"skipped tokens of layer {layer}", column, torch.zeros_like(column))
+
+    def _add(self, step: _Step, layer: int, branch: str) -> None:
+        """Let the half change what a branch of a layer adds, and record the changed rows."""
+        labels = [f"{name} of the {branch} of layer {layer}" for name in ("residual", "output")]
+        values = [step.values(label, HIDDEN_SIZE) for label in labels]
+        copies = [value.clone() for value in values]
+        returned = self._call("added", layer, branch, *values, step.rows())
+        if not all(map(torch.equal, values, copies)):
+            raise rules.WORKER_READS.violation("added() mutated its input")
+        rules.check_added(returned, copies[0])
+        for label, changed, copy in zip(labels, returned or (), copies, strict=False):
+            step.keep(label, changed, copy)
 
     def _attend(
         self, attend: Callable[..., torch.Tensor], plain: _Attend, whole: _Step, layer: int
@@ -174,7 +210,7 @@ class WorkerSteps:
         plain.calls.clear()
         q, k, v = (
             whole.values(f"{name} {layer}", heads * _HEAD_SIZE).view(-1, heads, _HEAD_SIZE)
-            for name, heads in (("q", 2), ("k", 1), ("v", 1))
+            for name, heads in (("q", _NUM_HEADS), ("k", 1), ("v", 1))
         )
         out = self._checked("around_layers", lambda: attend(layer, q, k, v))
         rules.check_attention(out, q, layer, plain.calls)
@@ -223,7 +259,11 @@ class WorkerSteps:
         Raises:
             Violation: it raised, or changed a plan or another argument that is not a tensor.
         """
-        plain = [value for value in arguments if not isinstance(value, torch.Tensor | _Attend)]
+        plain = [
+            value
+            for value in arguments
+            if not isinstance(value, torch.Tensor | _Attend | MethodType)
+        ]
         before = snapshot(plain) if self._watch else None
         returned = self._checked(method, lambda: getattr(self._half, method)(*arguments))
         if self._watch and snapshot(plain) != before:
@@ -235,7 +275,7 @@ class WorkerSteps:
             with torch.inference_mode():
                 return function()
         except Exception as cause:
-            name = name if name == "wants_layers" else f"{name}()"
+            name = name if name in ("wants_layers", "layers") else f"{name}()"
             raise rules.WORKER.violation(
                 f"{name} of the worker half raised {type(cause).__name__}: {cause}"
             ) from cause
@@ -305,6 +345,26 @@ class _Step:
             for index in range(count)
         ]
         return torch.from_numpy(np.stack(rows))
+
+    def attention_weights(
+        self,
+        layer: int,  # noqa: ARG002
+        q: torch.Tensor,  # noqa: ARG002
+        request_id: str,
+        count: int,
+    ) -> torch.Tensor:
+        """Return equal weights, see `AttentionWeights`.
+
+        Raises:
+            ValueError: the step has no such tokens.
+        """
+        sizes = dict(zip(self.names, self._sizes, strict=True))
+        if not 0 < count <= (size := sizes.get(request_id, 0)):
+            raise ValueError(
+                f"attention weights: expected 1 to {size} tokens of {request_id!r}, got {count}"
+            )
+        length = self._firsts[request_id] + size
+        return torch.full((_NUM_HEADS, length), count / length)
 
     def keep(self, label: str, values: torch.Tensor, before_hook: torch.Tensor) -> None:
         plain, end = values.to(torch.float32), 0

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hardpoint.plugins import SchedulerOutput, StepRecord
+from hardpoint.plugins import Request, SchedulerOutput, StepRecord
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.testing.scheduling.fakes.requests import ExpectedRequest
-from hardpoint.testing.scheduling.rules import BATCH, ENCODER, LIMITS, PLAN, POSITIONS, STEP_RECORD
+from hardpoint.testing.scheduling.rules import (
+    BATCH,
+    ENCODER,
+    LIMITS,
+    PLAN,
+    POSITIONS,
+    RELEASES,
+    STEP_RECORD,
+)
 
 
 def check_plan(
@@ -32,6 +40,32 @@ def check_plan(
         _check_request(requests[request_id], starts[request_id], count, limits)
     _check_encoder(plan, limits, requests)
     _check_drafts(plan, limits, proposed)
+
+
+def check_releases(plan: SchedulerOutput, holders: Mapping[str, Request]) -> None:
+    """Check the tokens and the columns of requests with released blocks.
+
+    Args:
+        plan: the newest plan.
+        holders: requests that hold blocks.
+    """
+    columns = dict(plan.cached_requests.released_columns)
+    columns |= {new.source.request_id: new.released_columns for new in plan.new_requests}
+    for request_id, start in plan.num_computed_tokens().items():
+        if (releases := holders[request_id].releases) is None:
+            continue
+        count, limit = plan.num_scheduled_tokens[request_id], releases.num_before_next(start)
+        if count > limit:
+            raise RELEASES.violation(
+                f"{count} tokens of {request_id!r} are scheduled from {start} on, but blocks are "
+                f"released before position {start + limit}"
+            )
+        expected = [*releases.starting_at(start)]
+        if (actual := [*columns.get(request_id, ())]) != expected:
+            raise RELEASES.violation(
+                f"step {plan.step} releases the columns {actual} of {request_id!r} before position "
+                f"{start}, expected {expected}"
+            )
 
 
 def check_record(record: StepRecord, plan: SchedulerOutput, token_budget: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from hardpoint.plugins import (
+    BlockIds,
     PauseState,
+    Request,
     RequestError,
     Scheduler,
     SchedulerOutput,
@@ -11,12 +13,14 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.testing.scheduling.fakes.requests import ExpectedRequest
+from hardpoint.testing.scheduling.fakes.worker import RELEASED, WorkerRow
 from hardpoint.testing.scheduling.rules import (
     BLOCKS,
     COUNTS,
     FINISH,
     PAUSE,
     POLICY_CALLS,
+    RELEASES,
     STEP_RECORD,
     WAIT_REASON,
 )
@@ -220,6 +224,9 @@ def _check_tables(state: SimulatorState) -> None:
         ):
             continue
         tables = state.kv_cache.block_ids(holder)
+        if holder.releases is not None:
+            _check_released(state, holder, row, tables)
+            continue
         for group, table in enumerate(tables):
             first = state.worker.first_seen(group, row.computed) // size
             if list(table[first:]) != row.tables[group][first:]:
@@ -228,6 +235,20 @@ def _check_tables(state: SimulatorState) -> None:
                     f"{list(table[first:])} in the KV cache manager",
                     "put each new block into exactly one plan",
                 )
+
+
+def _check_released(
+    state: SimulatorState, holder: Request, row: WorkerRow, tables: BlockIds
+) -> None:
+    if holder.request_id in {new.source.request_id for new in state.plans[-1].new_requests}:
+        return  # the manager releases with the next call of `extend`
+    held = [[block for block in table if block != RELEASED] for table in row.tables]
+    if held != [list(table) for table in tables]:
+        raise RELEASES.violation(
+            f"{holder.request_id!r} has the blocks {held} by its plans, but {tables} in the KV "
+            f"cache manager",
+            "call extend for each step of a request with releases",
+        )
 
 
 def _check_reasons(state: SimulatorState, plan: SchedulerOutput) -> None:

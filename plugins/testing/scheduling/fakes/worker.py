@@ -26,6 +26,9 @@ from hardpoint.testing.scheduling.rules import (
 from .connector import WorkerTransfers
 from .memory import KVContent, KVMemory, history_hashes
 
+RELEASED = -1
+"""In tables, a block that was released."""
+
 
 @dataclass
 class WorkerRow:
@@ -33,7 +36,7 @@ class WorkerRow:
 
     Attributes:
         token_ids: prompt and outputs.
-        tables: block ids per group.
+        tables: block ids per group, `RELEASED` for released ones.
         computed: number of leading tokens with computed keys and values.
         num_valid: number of leading tokens that were not sampled from invalid KV content.
         invalid_from: first position with invalid keys and values; None if all are valid.
@@ -52,6 +55,14 @@ class WorkerRow:
     def request_id(self) -> str:
         """Return the request's id."""
         return self.source.request_id
+
+    def release(self, columns: Sequence[tuple[int, int]]) -> None:
+        """Release blocks, by their columns in tables without blocks that were released before."""
+        for first, end in columns:
+            for table in self.tables:
+                held = [index for index, block in enumerate(table) if block != RELEASED]
+                for index in held[first:end]:
+                    table[index] = RELEASED
 
     def contents(self, tokens: Sequence[int]) -> list[list[KVContent]]:
         """Return the expected slot contents per group and position."""
@@ -173,6 +184,7 @@ class SimulatedWorker:
                 self._rewind(row, computed)
             for group, blocks in enumerate(plan.cached_requests.new_block_ids.get(request_id, ())):
                 row.tables[group] += blocks
+            row.release(cached.released_columns.get(request_id, ()))
 
     def _rewind(self, row: WorkerRow, computed: int) -> None:
         if row.invalid_from is not None and computed <= row.invalid_from:
@@ -199,7 +211,9 @@ class SimulatedWorker:
             )
         token_ids = [*new.source.prompt_token_ids, *new.output_token_ids]
         tables = [list(table) for table in new.block_ids]
-        self.rows[request_id] = WorkerRow(new.source, token_ids, tables, new.num_computed_tokens)
+        row = WorkerRow(new.source, token_ids, tables, new.num_computed_tokens)
+        row.release(new.released_columns)
+        self.rows[request_id] = row
 
     def _has_no_fault(self, request_id: str) -> bool:
         return not self.rows[request_id].failed
@@ -306,6 +320,8 @@ class SimulatedWorker:
         invalid: dict[int, int] = {}
         for group, table in enumerate(row.tables):
             for content in span.contents[group][self.first_seen(group, span.start) :]:
+                if table[content.position // self.memory.block_size] == RELEASED:
+                    continue
                 if since := self.memory.read(table, content, row.request_id):
                     invalid[content.position] = since
         if not invalid:

@@ -21,6 +21,9 @@ FAULTS = {
     "grows": SOURCE
     + r"its read\(\) gave torch.float32 \[3\] for a position, expected torch.float32 \[2\]",
     "nan": SOURCE + r"its change\(\) gave numbers that are not finite",
+    "exits raises": SOURCE + r"its exits\(\) failed: KeyError: 'threshold'",
+    "exits by number": SOURCE
+    + r"its exits\(\) gave torch.float32 \[\d+\], expected torch.bool \[\d+\]",
     "narrow": SOURCE + r"its change\(\) gave \[\d+, 3\], expected \[\d+, 64\]",
 }
 
@@ -121,7 +124,9 @@ def test_stages_are_refused_by_name(folder):
         "executor": {"use": "multiproc"},
         "parallel": {"pipeline": 2},
     }
-    message = r"parallel.pipeline: expected 1 with activation taps \(raw, places, add, faulty\)"
+    message = (
+        r"parallel.pipeline: expected 1 with activation taps \(raw, places, add, leave, faulty\)"
+    )
     with pytest.raises(ConfigError, match=message):
         LLM(str(folder), config=config, max_model_len=64)
 

@@ -330,7 +330,6 @@ _REFUSED: Mapping[str, str] = {
     "rope_theta": "edit rope_theta of the model's config.json",
     "disable_sliding_window": "edit sliding_window of the model's config.json",
     "cpu_offload_gb": "a quantization makes weights smaller (quantization.use)",
-    "kv_transfer_config": "use kv_connector.use (docs/kv-connectors.md)",
     "ec_transfer_config": "embeddings of images stay in their engine",
     "worker_cls": "use executor.use, or a step part (docs/step-parts.md)",
     "worker_extension_cls": "a step part answers calls of a program (docs/step-parts.md)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from .metrics import Metric
 from .outputs import PoolingRequestOutput, RequestOutput, pooled
 from .params import PoolingParams, SamplingParams, request_options
 from .params import sampling_params as vllm_params
+from .special import add_stat_loggers
 from .tokenizer import TokenizerLike
 
 AsyncEngineDeadError = EngineDeadError
@@ -198,15 +199,23 @@ class LLMEngine:
 class AsyncLLM:
     """vLLM's engine for the tasks of an event loop."""
 
-    def __init__(self, engine_args: EngineArgs) -> None:
+    def __init__(self, engine_args: EngineArgs, stat_loggers: Sequence[type] = ()) -> None:
         translated = engine_args.translated()
         self._processors = translated.processors
+        if stat_loggers:
+            add_stat_loggers(stat_loggers, translated)
         self._native = NativeAsync(config=translated.config())
 
     @classmethod
-    def from_engine_args(cls, engine_args: AsyncEngineArgs | EngineArgs, **_: Any) -> AsyncLLM:
-        """Open an engine."""
-        return cls(engine_args)
+    def from_engine_args(
+        cls,
+        engine_args: AsyncEngineArgs | EngineArgs,
+        *_: Any,
+        stat_loggers: Sequence[type] | None = None,
+        **__: Any,
+    ) -> AsyncLLM:
+        """Open an engine, with stat loggers in addition to the sinks of `stats.sinks`."""
+        return cls(engine_args, stat_loggers or ())
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Any, **_: Any) -> AsyncLLM:
@@ -281,7 +290,11 @@ class AsyncLLM:
         lora_request: Any = None,
         **_: Any,
     ) -> AsyncIterator[PoolingRequestOutput[Any]]:
-        """Yield the result of a pooling request."""
+        """Yield the result of a pooling request, or the output of the IO processor."""
+        if isinstance(prompt, Mapping) and "data" in prompt:
+            output = await self._native.plugins.process(prompt["data"])
+            yield PoolingRequestOutput(request_id, output, [])
+            return
         prompt, salt = native_prompt(prompt)
         params = pooling_params.native()
         options = request_options(pooling_params, lora_request, cache_salt=salt)

@@ -260,8 +260,14 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         **options: Any,
     ) -> list[PoolingRequestOutput[Any]]:
-        """Return the tensors of prompts by a task."""
+        """Return the tensors of prompts by a task, or the output of the IO processor.
+
+        A mapping with `data` is an input of the IO processor that is enabled.
+        """
         del use_tqdm
+        if isinstance(prompts, Mapping) and "data" in prompts:
+            output = self._native.plugins.process(prompts["data"])
+            return [PoolingRequestOutput("", output, [])]
         first = pooling_params[0] if isinstance(pooling_params, Sequence) else pooling_params
         task = pooling_task or getattr(first, "task", None)
         if task is None:

@@ -160,6 +160,7 @@ _ELSEWHERE = {
     "model_executor.models.interfaces": "models: docs/write-a-model.md",
     "plugins": "plugins: docs/first-plugin.md",
     "distributed.kv_transfer": "KV connectors: docs/write-a-kv-connector.md",
+    "v1.metrics": "stat sinks: docs/metrics.md",
     "reasoning": "reasoning parsers: docs/write-an-output-parser.md",
     "tool_parsers": "tool parsers: docs/write-an-output-parser.md",
     "entrypoints.openai": "the HTTP server is `hardpoint serve`; docs/serving.md",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ def translate(arguments: Mapping[str, Any], *, server: bool = False) -> Translat
         ConfigError: an argument changes results and has no counterpart, or is unknown.
     """
     to = Translated()
-    given = {name: value for name, value in arguments.items() if value is not None}
-    for name, value in sorted(given.items(), key=lambda item: item[0] in SPECIAL):
+    stated = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in sorted(stated.items(), key=lambda item: item[0] in SPECIAL):
         if name in SPECIAL:
-            SPECIAL[name](value, given, to)
+            SPECIAL[name](value, stated, to)
         elif (argument := ARGUMENTS.get(name)) is None or (argument.server and not server):
             raise ConfigError(_unknown(name, server=server))
         else:
@@ -53,8 +53,8 @@ def report(translated: Translated) -> None:
         _log.warning("%s", note)
 
 
-def _revision(value: Any, given: Mapping[str, Any], to: Translated) -> None:
-    model = str(given.get("model"))
+def _revision(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
+    model = str(arguments.get("model"))
     if value == "main":
         return
     if Path(model).exists() or "@" in model:
@@ -74,13 +74,13 @@ def _unknown(name: str, *, server: bool) -> str:
     return f"{name[:64]}: there is no such argument of vLLM 0.33{hint}"
 
 
-def _memory(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+def _memory(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
     import torch  # noqa: PLC0415
 
     fraction = float(value)
     if not 0 < fraction <= 1:
         raise ConfigError(f"gpu_memory_utilization: expected above 0 to 1, got {fraction}")
-    if given.get("device") == "cpu" or not torch.cuda.is_available():
+    if arguments.get("device") == "cpu" or not torch.cuda.is_available():
         to.notes.append(
             f"gpu_memory_utilization={fraction} has no effect on a processor; "
             f"kv_cache_memory_bytes (kv_cache.memory_bytes) is the size of the cache"
@@ -89,30 +89,30 @@ def _memory(value: Any, given: Mapping[str, Any], to: Translated) -> None:
         to.values["kv_cache.memory_fraction"] = fraction
 
 
-def _executor(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+def _executor(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
     if value not in _EXECUTORS:
         raise ConfigError(
             f"distributed_executor_backend: expected one of {', '.join(_EXECUTORS)}, got "
             f"{value!r}; use executor.use (docs/write-an-executor.md)"
         )
     to.values["executor.use"] = _EXECUTORS[value]
-    if value == "mp" and given.get("tensor_parallel_size", 1) == 1 == given.get(
+    if value == "mp" and arguments.get("tensor_parallel_size", 1) == 1 == arguments.get(
         "pipeline_parallel_size", 1
     ):
         del to.values["executor.use"]  # one rank runs with the engine
 
 
-def _lora(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+def _lora(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
     if value:
-        to.values["adapters.max_loras"] = int(given.get("max_loras") or 1)
+        to.values["adapters.max_loras"] = int(arguments.get("max_loras") or 1)
 
 
-def _max_loras(value: Any, given: Mapping[str, Any], to: Translated) -> None:
-    if given.get("enable_lora"):
+def _max_loras(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
+    if arguments.get("enable_lora"):
         to.values["adapters.max_loras"] = int(value)
 
 
-def _lora_modules(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _lora_modules(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     paths = {}
     for item in texts(value) if not isinstance(value, Mapping) else [value]:
         if isinstance(item, str) and not item.startswith("{"):
@@ -126,7 +126,7 @@ def _lora_modules(value: Any, given: Mapping[str, Any], to: Translated) -> None:
     to.values["adapters.paths"] = paths
 
 
-def _speculation(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _speculation(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     config = table(value)
     method = config.pop("method", None) or ("draft_model" if "model" in config else None)
     if method not in _SPECULATORS:
@@ -149,23 +149,73 @@ def _speculation(value: Any, given: Mapping[str, Any], to: Translated) -> None: 
                  for name in config]  # fmt: skip
 
 
-def _processors(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
-    enable: list[Any] = [{"use": "hardpoint_vllm:VLLM", "name": "vllm"}]
+_ADAPTER = ({"use": "hardpoint_vllm:VLLM", "name": "vllm"},)
+"""The entry of `plugins.enable` that enables the component adapter."""
+
+
+def _processors(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    enable: list[Any] = [*_ADAPTER]
     for item in [value] if isinstance(value, str | type) else value:
         reference = item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
-        name = reference.rpartition(":")[2].rpartition(".")[2]
-        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+        name = _plugin_name(reference)
         enable.append({"use": reference, "name": name})
         to.values[f"plugin.{name}.every_request"] = True
         to.processors.append(name)
-    to.values["plugins.enable"] = [*to.values.get("plugins.enable", []), *enable]
+    _enable(enable, to)
 
 
-def _io_processor(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
-    to.values["plugins.enable"] = [*to.values.get("plugins.enable", []), value]
+def _enable(entries: Sequence[Any], to: Translated) -> None:
+    enabled = to.values.get("plugins.enable", [])
+    to.values["plugins.enable"] = [*enabled, *(entry for entry in entries if entry not in enabled)]
 
 
-def _structured(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+def _plugin_name(reference: str) -> str:
+    """Return the name of a plugin that is enabled by its FQCN: the class in snake_case."""
+    name = reference.rpartition(":")[2].rpartition(".")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def add_stat_loggers(loggers: Sequence[Any], to: Translated) -> None:
+    """Add classes of stat loggers to the sinks of a configuration.
+
+    Raises:
+        ConfigError: one is not a class that a module has.
+    """
+    for index, logger in enumerate(loggers):
+        if not isinstance(logger, type):
+            raise ConfigError(
+                f"stat_loggers[{index}]: expected a class derived from StatLoggerBase, got "
+                f"{logger!r}; a class reads its own settings in its constructor"
+            )
+    references = [f"{logger.__module__}:{logger.__qualname__}" for logger in loggers]
+    to.values["stats.sinks"] = [*to.values.get("stats.sinks", []), *references]
+    _enable(_ADAPTER, to)
+
+
+def _kv_transfer(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    config = table(value)
+    connector, module = config.pop("kv_connector", None), config.pop("kv_connector_module_path", "")
+    if not connector or not module:
+        raise ConfigError(
+            f"kv_transfer_config.kv_connector: expected a class of kv_connector_module_path, got "
+            f"{connector!r}; use kv_connector.use for Hardpoint's own (docs/kv-connectors.md)"
+        )
+    reference = f"{module}:{connector}"
+    options = f"plugin.{_plugin_name(reference)}"
+    to.values["kv_connector.use"] = reference
+    to.values[f"{options}.kv_role"] = config.pop("kv_role", "kv_both")
+    if extra := config.pop("kv_connector_extra_config", None):
+        to.values[f"{options}.extra_config"] = dict(extra)
+    to.notes += [f"kv_transfer_config.{name}={config[name]!r} has no effect: connectors read "
+                 f"kv_connector_extra_config" for name in config]  # fmt: skip
+    _enable(_ADAPTER, to)
+
+
+def _io_processor(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    _enable([*_ADAPTER, value], to)
+
+
+def _structured(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
     config = {"backend": value} if isinstance(value, str) and value[:1] != "{" else table(value)
     backend = config.pop("backend", "auto")
     if parser := config.pop("reasoning_parser", None):
@@ -175,10 +225,10 @@ def _structured(value: Any, given: Mapping[str, Any], to: Translated) -> None:
             f"structured_outputs_config.backend={backend!r} has no effect: answers have the form "
             f"whatever makes the masks; grammar.use selects another backend"
         )
-    del given
+    del arguments
 
 
-def _kv_events(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _kv_events(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     config = table(value)
     if config.get("enable_kv_cache_events", True) and config.get("publisher", "zmq") != "null":
         to.values["kv_events.publishers"] = ["zmq"]
@@ -187,7 +237,7 @@ def _kv_events(value: Any, given: Mapping[str, Any], to: Translated) -> None:  #
                 to.values[f"plugin.zmq.{name}"] = config[name]
 
 
-def _images(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _images(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     limits = table(value)
     count = limits.pop("image", None)
     if isinstance(count, Mapping):
@@ -198,7 +248,7 @@ def _images(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # no
                  if limits[name]]  # fmt: skip
 
 
-def _generation_config(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _generation_config(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     to.neutral = value == "vllm"
     if value not in ("auto", "vllm"):
         to.notes.append(
@@ -206,11 +256,11 @@ def _generation_config(value: Any, given: Mapping[str, Any], to: Translated) -> 
         )
 
 
-def _override_generation(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _override_generation(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     to.overrides = table(value)
 
 
-def _pooler(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _pooler(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     config = table(value)
     kind = config.pop("seq_pooling_type", None) or config.pop("pooling_type", None)
     if kind is not None:
@@ -232,7 +282,7 @@ def _pooler(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # no
         )
 
 
-def _native(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _native(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     """Add tables of Hardpoint's configuration."""
 
     def add(table: Mapping[str, Any], path: str) -> None:
@@ -247,21 +297,21 @@ def _native(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # no
     add(value, "")
 
 
-def _profiler(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _profiler(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     if folder := table(value).get("torch_profiler_dir"):
         to.values["engine.profile_dir"] = folder
 
 
-def _api_key(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _api_key(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     to.api_keys = texts(value)
 
 
-def _max_logprobs(value: Any, given: Mapping[str, Any], to: Translated) -> None:
-    if "host" in given or "port" in given:
+def _max_logprobs(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
+    if "host" in arguments or "port" in arguments:
         to.values["server.limits.logprobs"] = int(value)
 
 
-def _memory_bytes(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _memory_bytes(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     if (count := size(value)) != "auto":
         to.values["kv_cache.memory_bytes"] = count
 
@@ -276,6 +326,7 @@ SPECIAL: Mapping[str, Callable[[Any, Mapping[str, Any], Translated], None]] = {
     "speculative_config": _speculation,
     "logits_processors": _processors,
     "io_processor_plugin": _io_processor,
+    "kv_transfer_config": _kv_transfer,
     "structured_outputs_config": _structured,
     "guided_decoding_backend": _structured,
     "kv_events_config": _kv_events,

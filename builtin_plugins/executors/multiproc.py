@@ -29,6 +29,7 @@ class MultiprocExecutor(Executor):
     """Runs each rank in a process of its own, and sends all of them each call."""
 
     contract = 2
+    overlaps_steps = True
 
     def __init__(self, context: ExecutorContext) -> None:
         super().__init__(context)

@@ -85,7 +85,8 @@ class RankProcesses:
             self._workers.append(worker)
             self._readers.append(FrameReader(worker.channel))
             samples = rank == self._parallel.output_rank
-            setup = Setup(self._sender.uses_ring, context.watchdog_seconds, samples)
+            overlaps = context.num_batches > 1
+            setup = Setup(self._sender.uses_ring, context.watchdog_seconds, samples, overlaps)
             with contextlib.suppress(OSError):  # it has ended, which the thread sees
                 send(worker.channel, FrameKind.SETUP, msgspec.msgpack.encode(setup))
         self._sender.started()

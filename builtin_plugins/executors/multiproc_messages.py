@@ -37,11 +37,13 @@ class Setup(msgspec.Struct, array_like=True, frozen=True):
         uses_ring: whether calls come through shared memory.
         watchdog_seconds: duration of a call after which stacks are written; 0 is never.
         samples: whether this rank answers the calls that one rank answers.
+        overlaps: whether the next step may be launched before the tokens of a step are read.
     """
 
     uses_ring: bool
     watchdog_seconds: float
     samples: bool
+    overlaps: bool = False
 
 
 class LoadingProgress(msgspec.Struct, array_like=True, frozen=True):

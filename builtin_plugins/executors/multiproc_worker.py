@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hardpoint.plugins.executor import WorkerLaunch, open_worker
-from hardpoint.toolkit.workers.calls import WorkerServer, has_failed
+from hardpoint.toolkit.workers.calls import LateResult, WorkerServer, has_failed
 
 from .multiproc_calls import CallReceiver, CallsEndedError, open_receiver
 from .multiproc_messages import FrameKind, LoadingProgress, Setup, receive, send
@@ -28,6 +28,7 @@ _SLACK = 0.1  # of the watchdog's limit
 _STDERR = 2  # not `sys.stderr`, which a plugin may set to anything
 _IDLE_S = 1.0  # without a call, after which the watchdog is stopped
 _PROGRESS_INTERVAL_S = 0.05
+_POLL_S = 0.0002  # between looks at tokens on their way to the host, while no call comes
 
 
 def run_worker(launch: WorkerLaunch, channel: socket.socket, descriptors: list[int]) -> None:
@@ -77,7 +78,8 @@ class _Service:
         self._server = WorkerServer(worker)
         self._channel = channel
         self._receiver = receiver
-        self._samples = setup.samples
+        self._samples, self._overlaps = setup.samples, setup.overlaps
+        self._late: tuple[int, LateResult] | None = None  # of the call that ran last
         self._watchdog = _Watchdog(setup.watchdog_seconds)
         self._in_call = False
         self._has_ended = False
@@ -92,10 +94,7 @@ class _Service:
         num_calls = 0
         with contextlib.suppress(CallsEndedError):
             while True:
-                call = self._receiver.receive(_IDLE_S)
-                if call is None:
-                    self._watchdog.stop()
-                    call = self._receiver.receive()
+                call = self._next_call()
                 if call is not None:
                     self._run(*call)
                 num_calls += 1
@@ -105,15 +104,38 @@ class _Service:
         self._watchdog.stop()
         self._is_released.wait()
 
+    def _next_call(self) -> tuple[int, bool, memoryview] | None:
+        """Return the next call; send the late result first if its tokens are there."""
+        while self._late is not None:
+            if self._late[1].is_ready():
+                self._send_late()
+            elif (call := self._receiver.receive(_POLL_S)) is not None:
+                return call
+        call = self._receiver.receive(_IDLE_S)
+        if call is None:
+            self._watchdog.stop()
+            call = self._receiver.receive()
+        return call
+
     def _run(self, number: int, all_answer: bool, data: memoryview) -> None:
         self._watchdog.start_call()
         self._in_call = True
         if self._has_ended:  # no thread would abort it
             raise CallsEndedError
-        result = self._server.run(data)
+        if self._late is not None and not self._server.can_overlap(data):
+            self._send_late()
+        result = self._server.begin(data) if self._overlaps else self._server.run(data)
+        self._send_late()  # of the call before, whose answer comes first
         self._in_call = False
-        if all_answer or self._samples or has_failed(result):
+        if isinstance(result, LateResult):  # only the rank that samples has one
+            self._late = number, result
+        elif all_answer or self._samples or has_failed(result):
             send(self._channel, FrameKind.RESULT, result, number)
+
+    def _send_late(self) -> None:
+        if self._late is not None:
+            (number, result), self._late = self._late, None
+            send(self._channel, FrameKind.RESULT, result.read(), number)
 
     def obey(self) -> None:
         reason: str | None = None

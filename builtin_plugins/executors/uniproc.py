@@ -34,6 +34,7 @@ class UniprocExecutor(Executor):
     """
 
     contract = 2
+    overlaps_steps = True
 
     def __init__(self, context: ExecutorContext) -> None:
         """Create the worker; `start` loads its model.

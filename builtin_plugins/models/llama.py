@@ -290,6 +290,7 @@ class Llama(Model):
             rope = self._ropes[number]
             turns = None if rope is None else angles[rope]
             delta = self.mix(index, self._add(layer.input_norm, x, delta), turns, batch)
+            x = self.needed_rows(index, x, batch)
             if layer.attention_output_norm is not None:
                 delta = layer.attention_output_norm(delta)
             if added is not None:
@@ -301,7 +302,12 @@ class Llama(Model):
                 added(number, "mlp", x, delta)
         if not self.context.parallel.is_last and delta is not None:
             return x.add_(delta)
-        return self._norm(x, delta)
+        hidden = self._norm(x, delta)
+        if batch.needed is None:
+            return hidden
+        return hidden.new_zeros(len(batch.token_ids), self._hidden).index_copy_(
+            0, batch.needed, hidden
+        )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embedded tokens [tokens, hidden] for token_ids [tokens]."""
@@ -317,6 +323,8 @@ class Llama(Model):
     ) -> torch.Tensor:
         """Return the result of attention of a layer of this stage for h [tokens, hidden].
 
+        The last layer returns `needed_rows`.
+
         Args:
             index: number of the layer, in this stage.
             h: normalized hidden states.
@@ -325,7 +333,15 @@ class Llama(Model):
         """
         layer, rope = self._decoder_layers[index], self._ropes[self._my_layers[index]]
         q, k, v = self._project(layer, h, rope)
-        return self._output(layer, batch.attend(index, q, k, v, angles))
+        attended = batch.attend(index, q, k, v, angles)
+        return self._output(layer, self.needed_rows(index, attended, batch))
+
+    def needed_rows(self, index: int, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Return x [tokens, ...] of the tokens that a layer needs after its attention."""
+        num_layers = batch.num_layers or len(self._decoder_layers)
+        if batch.needed is None or index < num_layers - 1:
+            return x
+        return x.index_select(0, batch.needed)
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
         """Return the result of the MLP of a layer of this stage for h [tokens, hidden]."""

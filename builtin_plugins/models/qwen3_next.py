@@ -322,7 +322,8 @@ class DeltaLayers(Llama):
         layer, number = self._decoder_layers[index], self._my_layers[index]
         before = sum(other < number for other in self._rules)  # layers with a state
         if (rule := self._rules.get(number)) is not None:
-            return layer.output(rule(layer.qkv(h), h, before, batch))
+            mixed = rule(layer.qkv(h), h, before, batch)
+            return layer.output(self.needed_rows(index, mixed, batch))
         size, kv = self._head_size, len(self._my_kv_heads) * self._head_size
         queries, k, v = torch.split(layer.qkv(h), [2 * len(self._my_heads) * size, kv, kv], -1)
         q, gate = queries.view(len(h), -1, 2 * size).chunk(2, -1)
@@ -330,7 +331,8 @@ class DeltaLayers(Llama):
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = layer.q_norm(q.contiguous()), layer.k_norm(k.contiguous())
         attended = batch.attend(index - before, q, k, v, angles)
-        return layer.output((attended * gate.sigmoid()).flatten(1))
+        gated = (attended * gate.sigmoid()).flatten(1)
+        return layer.output(self.needed_rows(index, gated, batch))
 
     def projections(self, layer: int) -> tuple[Linear, Linear]:
         """Return the projections of attention, or of the delta rule."""

@@ -174,6 +174,7 @@ def build_core(
             sleep_levels=info.sleep_levels,
             idle_method=info.idle_method,
             activity=activity,
+            without_overlap=spec.without_overlap,
         )
         core = inputs.core(parts)
         undo.pop_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -74,22 +75,25 @@ def num_batches(config: EngineConfig) -> int:
     return 2 if stages == 1 and config.scheduler.asynchronous else stages
 
 
-def _with_overlap(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Return the configuration with `scheduler.asynchronous` resolved."""
+def _with_overlap(
+    config: EngineConfig, device: torch.device, plugins: PluginSet
+) -> tuple[EngineConfig, Sequence[str]]:
+    """Return the configuration with `scheduler.asynchronous` resolved, and what prevents "auto"."""
     scheduler, parallel = config.scheduler, config.parallel
     if scheduler.asynchronous != "auto":
-        return config
-    needs = {
-        "executor.use = 'uniproc'": config.executor.use == "uniproc",
-        "a single rank": parallel.world_size == 1,
-        "experts of its own": not (parallel.expert and parallel.data > 1),
+        return config, ()
+    executor = plugins.one("executors")
+    causes = {
+        f"device {device.type!r}": device.type != "cuda",
+        f"executor {executor.name!r}": not plugins.target(executor).overlaps_steps,
+        "several ranks": parallel.world_size > 1,
+        "experts in several engines": parallel.expert and parallel.data > 1,
     }
-    missing = [need for need, is_met in needs.items() if not is_met]
-    if missing and device.type == "cuda":
-        _log.info("scheduler.asynchronous: false; steps overlap with %s", ", ".join(missing))
-    ahead = device.type == "cuda" and not missing
-    scheduler = msgspec.structs.replace(scheduler, asynchronous=ahead)
-    return msgspec.structs.replace(config, scheduler=scheduler)
+    causes_here = [cause for cause, applies in causes.items() if applies]
+    if causes_here and device.type == "cuda":
+        _log.info("scheduler.asynchronous: false, because of %s", ", ".join(causes_here))
+    scheduler = msgspec.structs.replace(scheduler, asynchronous=not causes_here)
+    return msgspec.structs.replace(config, scheduler=scheduler), causes_here
 
 
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:
@@ -124,7 +128,7 @@ def prepare_worker(
         ModelError: the model is missing, damaged or unsupported.
     """
     device = _device(config, place.local_rank)
-    config = _with_overlap(config, device)
+    config, without_overlap = _with_overlap(config, device, plugins)
     loader = open_loader(config, plugins, find_files(config.model))
     source = plugins.get("loaders", loader.name).source
     try:
@@ -167,6 +171,7 @@ def prepare_worker(
         progress=progress,
         prepare=lambda other: prepare_worker(other, plugins, config_sources, progress, place),
         place=place,
+        without_overlap=without_overlap,
     )
 
 

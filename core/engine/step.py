@@ -78,6 +78,7 @@ class EngineCoreParts:
         idle_method: method of workers that is called while nothing else is to do; None if they
             have no such method.
         activity: records the requests of each step.
+        without_overlap: see `WorkerSpec`.
     """
 
     scheduler: Scheduler
@@ -101,6 +102,7 @@ class EngineCoreParts:
     sleep_levels: tuple[int, ...] = (1, 2)
     idle_method: str | None = None
     activity: Activity = field(default_factory=Activity)
+    without_overlap: Sequence[str] = ()
 
     def states(self) -> States:
         """Return the states of the components of the engine's process."""
@@ -113,8 +115,8 @@ class EngineCoreParts:
         self.step_parts.add_stats(stats)
         if self.step_cost is not None:
             stats.step_cost_error = self.step_cost.current().error
-        if self.num_waits:
-            stats.num_waits_for_results = dict(self.num_waits)
+        stats.num_waits_for_results = dict(self.num_waits)
+        stats.num_without_overlap = dict.fromkeys(self.without_overlap, 1)
         return stats
 
 

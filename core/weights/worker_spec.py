@@ -57,6 +57,7 @@ class WorkerSpec:
         prepare: returns the spec of a further model; None if the spec was made by hand.
         place: place of its engine among several.
         start_worker: starts the process of a worker; None if the program starts none.
+        without_overlap: what prevents `scheduler.asynchronous = "auto"` from overlapping steps.
     """
 
     config: EngineConfig
@@ -73,6 +74,7 @@ class WorkerSpec:
     prepare: Callable[[EngineConfig], WorkerSpec] | None = None
     place: EnginePlace = ONLY_ENGINE
     start_worker: StartWorker | None = None
+    without_overlap: Sequence[str] = ()
 
     @property
     def for_parts(self) -> dict[str, Any]:

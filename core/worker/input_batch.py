@@ -31,7 +31,7 @@ _FREE_ROW = LogitsRequest("", (), [], SamplingParams(), ())
 """The request of a row that has none."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepInput:
     """The tokens of one step, flattened; sequences with a single token come first.
 
@@ -44,7 +44,7 @@ class StepInput:
         starts: int [seqs]; tokens of each sequence that were computed before.
         samples: bool [seqs]; whether the step reaches the sequence's last known token or draft.
         packed: the tensors in one; None if the batch does not pack them.
-        token_types: as in ForwardBatch.
+        token_types, needed: as in ForwardBatch.
     """
 
     requests: Sequence[LogitsRequest]
@@ -56,6 +56,7 @@ class StepInput:
     samples: np.ndarray[Any, np.dtype[np.bool_]]
     packed: PackedStep | None = None
     token_types: torch.Tensor | None = None
+    needed: torch.Tensor | None = None
 
     def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
         """Return the experts of the tokens of each request that asks for them."""
@@ -257,16 +258,17 @@ class InputBatch:
         self._num_tokens[rows] += 1
         self._late_ids, self._late_at[rows] = ids, at
 
-    def settle_late(self, tokens: Mapping[LogitsRequest, int | None]) -> None:
-        """Write the tokens that `append_late` appended; None takes one back."""
+    def settle_late(self, tokens: Mapping[LogitsRequest, int | None]) -> bool:
+        """Write the tokens of `append_late`, None takes one back; return whether no row left."""
         self._late_ids, self._late_at[:] = None, -1
+        present = [(r.row, -1 if t is None else t) for r, t in tokens.items() if self.has(r)]
+        rows, ids = np.array(present, dtype=np.int64).reshape(-1, 2).T
+        self._num_tokens[rows] -= ids < 0
+        self._token_ids[rows, self._num_tokens[rows] - (ids >= 0)] = np.maximum(ids, 0)
         for request, token in tokens.items():
-            if self.has(request):
-                row = request.row
-                self._num_tokens[row] -= token is None
-                self._token_ids[row, self._num_tokens[row] - (token is not None)] = token or 0
             if token is not None:
                 list.append(request.output_token_ids, token)  # type: ignore[arg-type]
+        return len(present) == len(tokens)
 
     def has(self, request: LogitsRequest) -> bool:
         """Return whether this request, and not another one of its id, is in the batch."""

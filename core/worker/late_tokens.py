@@ -55,8 +55,9 @@ class LateTokens:
         if batch.groups:
             members = copy_to_members(requests, output)
             tokens |= {member: ids[0] if ids else None for member, ids in members.items()}
-        batch.settle_late(tokens)
-        advancing = [row for row in rows if batch.has(requests[row])]
+        advancing = rows
+        if not batch.settle_late(tokens):
+            advancing = [row for row in rows if batch.has(requests[row])]
         ids = sampled.device_ids
         ends = pipeline.advance(
             [requests[row] for row in advancing],

@@ -153,6 +153,8 @@ class ModelRunner:
         before = None
         if self._are_many:
             before = self._ranks.receive_hidden(self.model.empty_hidden(len(step.token_ids)))
+        elif not (has_parts or plan.draft_token_ids or self._ranks.parallel.engines.size > 1):
+            step.needed = self._needed(step)
         routed = self._receive_experts(step) if self._has_experts else None
         hidden = self._forward(step, before, routed)
         if has_parts:
@@ -164,6 +166,15 @@ class ModelRunner:
                 self._ranks.send_hidden(routed)
         self._pending = (plan, step, hidden, routed)
         return None
+
+    def _needed(self, step: StepInput) -> torch.Tensor | None:
+        if len(step.token_ids) == len(step.requests):
+            return None
+        params = [request.params for request in step.requests]
+        if any(p.prompt_logprobs is not None or p.routed_experts for p in params):
+            return None
+        last = step.query_starts[1:] - 1
+        return to_device(last[step.samples] if step.samples.any() else last[:1], self._device)
 
     def _forward(
         self,
@@ -209,7 +220,8 @@ class ModelRunner:
         if self.on_forward is not None:
             self.on_forward()
         types, recur = step.token_types, self.attention.recurrence(self._caches, step.attention)
-        return ForwardBatch(step.token_ids, step.positions, attend, before, routed, types, recur)
+        tensors = step.token_ids, step.positions, attend, before, routed, types, recur
+        return ForwardBatch(*tensors, needed=step.needed)
 
     def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if self.parts:

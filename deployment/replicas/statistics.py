@@ -73,6 +73,7 @@ def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
         "num_waiting": 0,
         "num_deferred": 0,
         "kv_cache_usage": 0.0,
+        "num_without_overlap": {},
         "num_requests_by_adapter": {},
         "num_waiting_by_adapter": {},
         "num_adapter_slots": 0,

@@ -57,6 +57,7 @@ TAGS += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 THINK, IMAGE = 257, 261  # the tokens of the first and of the fifth tag
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 257 + len(TAGS)}
 HYBRID = "support.builtins.state_models:HybridModel"  # the scripted model, with a state
+LATE = "support.plugins.late_ops:LateOps"  # tokens reach the host late, as on a GPU
 SCRIPTED = ("scripted", "with states")
 EVICTABLE = ("scripted", "real", "of int8 weights", "of int4 weights")
 SCALES = {"one": 1.0, "scaled": -0.5}  # of the adapter
@@ -117,6 +118,7 @@ ENGINE: dict[str, dict[str, Level]] = {
         "step by step": {},
         "ahead": {"scheduler": {"asynchronous": True}},  # of one rank, in a thread
         "ahead in a process": RANKS | {"scheduler": {"asynchronous": True}},
+        "overlapped": {"scheduler": {"asynchronous": True}, "ops": {"use": LATE}},
     },
     "step time": {"no limit": {}, "short": {"scheduler": {"step_milliseconds": 1.0}}},
     "in between": {"nothing": {}, "reset": {}, "pause": {}, "sleep": {}, "abort": {}},

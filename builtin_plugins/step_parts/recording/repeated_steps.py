@@ -85,7 +85,11 @@ class RepeatedSteps(ForwardWrapper, CacheObserver):
         self._checks -= 1
         replay.is_checked = True
         expected = forward(step)
-        if not torch.equal(hidden, expected):
+        if batch.needed is not None:  # the model has skipped other tokens
+            hidden, read = hidden[batch.needed], expected[batch.needed]
+        else:
+            read = expected
+        if not torch.equal(hidden, read):
             self._longest = 0
             self._clear()
             _log.warning(

@@ -43,7 +43,8 @@ _CONSEQUENCE = "its requests go on without drafts"
 _PROBE_EVERY = 64
 """Steps after which requests without a gain from drafts get one again: 1.6 % more rows.
 
-All at once, because a step with a single draft takes longer than a step without.
+All at once, because a step with a single draft takes longer than a step without. Requests with a
+quick speculator need none: the planner compares their drafts with the next tokens in every step.
 """
 
 _MEMORY = 12.0
@@ -52,6 +53,10 @@ _COMMON_MEMORY = 200.0
 """The same of all requests together."""
 _PRIOR = 4.0
 """Drafts that the rate of all requests counts as, for a request with few of its own."""
+_RESTART = 0.02
+"""Probability of a run of equal outcomes below which the rate of a request has changed."""
+_RESTART_PRIOR = 0.5
+"""Accepted and rejected drafts that are added to the outcomes since such a change."""
 _ROUNDS = 3
 """The threshold depends on the drafts, and these on it."""
 
@@ -62,7 +67,12 @@ class AcceptanceRate:
 
     accepted: float = 0.0
     tried: float = 0.0
-    memory: float = _MEMORY
+    memory: float = _COMMON_MEMORY
+
+    @property
+    def mean(self) -> float:
+        """The share, as after one draft more of each outcome."""
+        return (self.accepted + 1.0) / (self.tried + 2.0)
 
     def add(self, verified: int, accepted: int) -> None:
         """Add the outcome of a step; drafts after the first wrong one do not count."""
@@ -71,10 +81,38 @@ class AcceptanceRate:
         self.accepted = keep * self.accepted + accepted
         self.tried = keep * self.tried + tried
 
+
+@dataclass
+class RequestRate(AcceptanceRate):
+    """The acceptance rate of a request, which starts again after an abrupt change of the text.
+
+    Attributes:
+        run: latest outcomes that are equal: positive if accepted, negative if rejected.
+        is_own: whether the rate has started again, so that the rate of all requests does not count.
+    """
+
+    memory: float = _MEMORY
+    run: int = 0
+    is_own: bool = False
+
+    def add(self, verified: int, accepted: int) -> None:
+        """Add the outcome of a step; start again if the latest outcomes are unlikely."""
+        before = self.mean
+        super().add(verified, accepted)
+        if accepted:
+            self.run = max(self.run, 0) + accepted
+        if accepted < verified:
+            self.run = min(self.run, 0) - 1
+        count = abs(self.run)
+        probability = before if self.run > 0 else 1.0 - before
+        if 1 < count < self.tried and probability**count < _RESTART:
+            self.accepted, self.tried, self.is_own = float(max(self.run, 0)), float(count), True
+
     def estimate(self, all_requests: AcceptanceRate) -> float:
         """Return the probability that the next draft is accepted, between 0 and 1."""
-        common = (all_requests.accepted + 1.0) / (all_requests.tried + 2.0)
-        return (self.accepted + _PRIOR * common) / (self.tried + _PRIOR)
+        if self.is_own:
+            return (self.accepted + _RESTART_PRIOR) / (self.tried + 2 * _RESTART_PRIOR)
+        return (self.accepted + _PRIOR * all_requests.mean) / (self.tried + _PRIOR)
 
 
 class _DraftFigures(msgspec.Struct):
@@ -102,7 +140,7 @@ class _SpeculatingRequest:
     speculator: str
     num_known: int | None = None
     is_off: bool = False
-    rate: AcceptanceRate = field(default_factory=AcceptanceRate)
+    rate: RequestRate = field(default_factory=RequestRate)
     num_verified: int = 0
     num_tokens: int = 0
     by_position: list[int] = field(default_factory=list)
@@ -153,9 +191,8 @@ class DraftPlanner(
         self._name = name
         self._default = context.components.enabled(KIND)[0]
         self._faults, self._step_cost = context.faults, context.step_cost
-        self._rates = {
-            name: AcceptanceRate(memory=_COMMON_MEMORY) for name in context.components.enabled(KIND)
-        }
+        self._rates = {name: AcceptanceRate() for name in context.components.enabled(KIND)}
+        self._quick: set[str] = set()  # speculators with drafts that were not verified
         self.num_draft_tokens = config.speculation.num_draft_tokens
         classes = {n: context.components.find(KIND, n) for n in context.components.enabled(KIND)}
         self._heads = {n for n, cls in classes.items() if getattr(cls, "has_kv_cache", False)}
@@ -230,8 +267,9 @@ class DraftPlanner(
             return longest, []
         count = len(plan.num_scheduled_tokens)
         lengths = draft_lengths(longest, rates, self._step_cost(), count, context)
-        least = int(plan.step % _PROBE_EVERY == 0)
-        lengths = {name: max(least, length) for name, length in lengths.items()}
+        if plan.step % _PROBE_EVERY == 0:
+            for name, length in lengths.items():
+                lengths[name] = length or int(self._live[name].speculator not in self._quick)
         observed = [name for name, length in lengths.items() if not length]
         return {name: length for name, length in lengths.items() if length}, observed
 
@@ -265,6 +303,7 @@ class DraftPlanner(
         for name, tokens in sampled.items():
             draft, live = self._observed.pop(name, None), self._live.get(name)
             if draft is not None and live is not None and tokens:
+                self._quick.add(live.speculator)
                 is_accepted = int(tokens[0] == draft)
                 live.rate.add(1, is_accepted)
                 self._rates[live.speculator].add(1, is_accepted)

@@ -122,6 +122,8 @@ class ForwardBatch:
         recur: recurrence of a layer of `Model.state_specs`: `recur(layer, advance, x)`.
         num_layers: number of decoder layers to compute, the first ones, before the last norm; None
             is all. The other layers write no keys and values.
+        needed: int64 [rows], at least one; the tokens whose hidden states are read. A model may
+            skip others after the attention of its last layer: their rows are then 0. None is all.
     """
 
     token_ids: torch.Tensor
@@ -132,6 +134,7 @@ class ForwardBatch:
     token_types: torch.Tensor | None = None
     recur: Recur = field(default=no_states, repr=False)
     num_layers: int | None = None
+    needed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -382,8 +382,11 @@ class Executor(Component):
     """Starts the workers and sends them the plan of each step."""
 
     MAX_CONCURRENT_BATCHES: ClassVar[int] = 7
-    LateOutput: ClassVar[type[LateOutput]] = LateOutput
     """The most that `max_concurrent_batches` of any executor may be."""
+    LateOutput: ClassVar[type[LateOutput]] = LateOutput
+    overlaps_steps: ClassVar[bool] = False
+    """Whether steps overlap with `scheduler.asynchronous = "auto"`: the executor takes two steps at
+    once and calls `Worker.begin_sampling`."""
 
     context: ExecutorContext
 

@@ -114,6 +114,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
             predicted, 0.1 is 10 %; None if it is not (`scheduler.step_milliseconds`).
         num_waits_for_results: steps that were not planned, or sampled, before the results of the
             step before were in, by name of the step part that needs these.
+        num_without_overlap: number of engines whose steps do not overlap although
+            `scheduler.asynchronous` is "auto", by the cause.
         num_requests_by_adapter: requests that run with each loaded adapter, by its name.
         num_waiting_by_adapter: requests that wait, by the name of their adapter.
         num_adapter_slots: adapters that can run at once (`adapters.max_loras`).
@@ -139,6 +141,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     kv_tiers: dict[str, KVTierStats] = {}
     step_cost_error: float | None = None
     num_waits_for_results: dict[str, int] = {}
+    num_without_overlap: dict[str, int] = {}
     num_requests_by_adapter: dict[str, int] = {}
     num_waiting_by_adapter: dict[str, int] = {}
     num_adapter_slots: int = 0

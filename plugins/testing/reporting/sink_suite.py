@@ -99,6 +99,7 @@ _SCHEDULERS = st.builds(
     num_verified_drafts=_COUNTS,
     num_accepted_by_position=st.lists(_COUNTS, max_size=2),
     num_waits_for_results=st.dictionaries(st.text(max_size=3), _COUNTS, max_size=2),
+    num_without_overlap=st.dictionaries(st.text(max_size=3), _COUNTS, max_size=2),
     num_requests_by_adapter=st.dictionaries(st.text(max_size=3), _COUNTS, max_size=2),
     num_waiting_by_adapter=st.dictionaries(st.text(max_size=3), _COUNTS, max_size=2),
     num_adapter_slots=_COUNTS,

@@ -11,26 +11,31 @@ import functools
 import traceback
 import typing
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import numpy as np
 
 from hardpoint import errors
 from hardpoint.errors import CommunicationAbortedError, HardpointError
+from hardpoint.plugins import Executor
 from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.requests.plan import GrammarBitmask, SchedulerOutput
 from hardpoint.toolkit.workers.joining import worker_method
 from hardpoint.typed import prepared
 
 __all__ = [
+    "LateResult",
     "WorkerServer",
     "decode_result",
     "encode_call",
     "encode_failure",
     "has_failed",
 ]
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.process.executor import LateOutput
 
 # Token ids stay lists: both ends have lists, of which arrays are made, and lists of them, in more
 # time than msgpack takes for all (8,192 ids: 19 + 96 us as a list, 45 + 75 us at best as an array).
@@ -90,13 +95,27 @@ class WorkerServer:
 
     def run(self, call: bytes | memoryview) -> bytes:
         """Run a call; return its result or its exception, for `decode_result`."""
+        return cast(bytes, self._run(call, self._worker.sample_tokens))
+
+    def begin(self, call: bytes | memoryview) -> bytes | LateResult:
+        """Run a call as `run`; return a late result if its tokens may still be on the device."""
+        # A worker of an earlier version may be wrapped.
+        return self._run(call, getattr(self._worker, "begin_sampling", self._worker.sample_tokens))
+
+    def can_overlap(self, call: bytes | memoryview) -> bool:
+        """Return whether a call may run before the late result of the call before is read."""
+        return bool(_decode(call, _CALLS, "the call").method == _EXECUTE)
+
+    def _run(self, call: bytes | memoryview, sample: Callable[..., Any]) -> bytes | LateResult:
         method, args = "the call", cast(Sequence[Any], ())
         try:
             decoded = _decode(call, _CALLS, method)
             method = decoded.method
             args = self._arguments(method, decoded.args)
-            value = _encode(getattr(self._worker, method)(*args), method)
-            return msgspec.msgpack.encode(_Result(None, msgspec.Raw(value)))
+            value = (sample if method == _SAMPLE else getattr(self._worker, method))(*args)
+            if isinstance(value, Executor.LateOutput):
+                return LateResult(value)
+            return _succeeded(value, method)
         except Exception as error:
             if method == _EXECUTE and args:  # its sampling would meet ranks that are still in it
                 self._plans.pop(args[0].step, None)
@@ -120,6 +139,26 @@ class WorkerServer:
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         return arguments
+
+
+class LateResult:
+    """The result of a sampling call; its tokens may still be on the device."""
+
+    def __init__(self, output: LateOutput) -> None:
+        """Wrap the result of `Worker.begin_sampling`."""
+        self.is_ready = output.is_ready
+        self._output = output
+
+    def read(self) -> bytes:
+        """Wait for the tokens; return the result or the exception, as `WorkerServer.run`."""
+        try:
+            return _succeeded(self._output.result(), _SAMPLE)
+        except Exception as error:
+            return encode_failure(error)
+
+
+def _succeeded(value: Any, method: str) -> bytes:
+    return msgspec.msgpack.encode(_Result(None, msgspec.Raw(_encode(value, method))))
 
 
 def encode_failure(error: BaseException) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from support.driving import FINAL, alone, run, summary, varied_jobs
@@ -44,6 +45,23 @@ class KnownOps(StreamOps):
         self.opened.append(self)
 
 
+class WritingOps(KnownOps):
+    """Writes `num_overlaps` to a file, for a test in another process."""
+
+    contract = 1
+
+    class Options(KnownOps.Options):
+        path: str = ""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._path = Path(context.options.path)
+
+    def launch_forward(self):
+        super().launch_forward()
+        self._path.write_text(str(self.num_overlaps))
+
+
 def overlapping(extra):
     scheduler = {"asynchronous": True, **extra.get("scheduler", {})}
     return {**AHEAD, **extra, "scheduler": scheduler}
@@ -65,6 +83,19 @@ def test_overlapped_equals_alone(open_engine, expected, extra, per_step):
     assert not stats.num_waits_for_results
     assert stats.kv_cache_usage == 0
     assert KnownOps.opened[-1].num_overlaps > 5
+
+
+def test_overlapped_in_another_process(open_engine, expected, tmp_path):
+    path = tmp_path / "overlaps"
+    tables = {
+        "ops": {"use": f"{__name__}:WritingOps"},
+        "plugin": {"writing_ops": {"path": str(path)}},
+        "executor": {"use": "multiproc"},
+    }
+    engine = open_engine({**overlapping(tables), "ops": tables["ops"]})
+    assert run(engine, varied_jobs(COUNT)) == expected
+    assert not engine.call_utility("scheduler_stats").num_waits_for_results
+    assert int(path.read_text()) > 5
 
 
 def test_grammars_delay_sampling_alone(scripted, open_engine):
@@ -114,15 +145,15 @@ def run_schedule(engine, jobs, draw):
     while waiting or engine.has_unfinished_requests():
         choice = draw.random()
         outputs = []
-        if choice < 0.3 and waiting:
+        if choice > 0.7 and waiting:
             live.append(engine.add_request(*waiting.pop(0)))
-        elif choice < 0.34 and live:
+        elif choice < 0.02 and live:
             engine.abort_requests(live.pop(draw.randrange(len(live))))
-        elif choice < 0.36:
+        elif choice < 0.04:
             engine.set_policy(draw.choice(POLICIES))
-        elif choice < 0.38:
+        elif choice < 0.06:
             engine.call_utility("reset_prefix_cache", draw.random() < 0.5)
-        elif choice < 0.40:
+        elif choice < 0.08:
             engine.call_utility("pause", "keep", draw.random() < 0.5)
             outputs = engine.step()
             engine.call_utility("resume")
@@ -158,7 +189,7 @@ def test_random_schedules(scripted, open_engine, first):
         assert results == {name: expected[name] for name in results}, f"seed {seed}"
         num_ended += len(results)
     plain.close()
-    assert num_ended > 3 * PER_ENGINE
+    assert num_ended > 6 * PER_ENGINE
     assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hardpoint.plugins import (
     ConfigError,
     EngineCoreRequest,
+    Executor,
     GrammarBitmask,
     HardpointError,
     ModelError,
@@ -272,6 +273,44 @@ def test_sampling_sends_no_plan_again(plan, bitmask, result, drafts):
     assert same(bitmask, received_bitmask)
     small = encode_call("sample_tokens", (SchedulerOutput(step=plan.step), None))
     assert len(small) < 60
+
+
+def begun(worker):
+    """Return a server that has run step 3, and the result of its sampling call."""
+    server = WorkerServer(worker)
+    server.run(encode_call("execute_model", (SchedulerOutput(step=3),)))
+    return server, server.begin(encode_call("sample_tokens", (SchedulerOutput(step=3), None)))
+
+
+def test_tokens_on_the_device_give_a_late_result():
+    moments = [False, True]
+    output = ModelRunnerOutput(sampled_token_ids={"a": [4]})
+    worker = Recording()
+    worker.begin_sampling = lambda *_: Executor.LateOutput(lambda: moments.pop(0), lambda: output)
+    server, late = begun(worker)
+    assert [late.is_ready(), late.is_ready()] == [False, True]
+    assert decode_result("sample_tokens", late.read(), "rank 0") == output
+    step, other = encode_call("execute_model", (SchedulerOutput(),)), encode_call("idle")
+    assert [server.can_overlap(call) for call in (step, other)] == [True, False]
+
+
+def test_an_error_of_late_tokens_is_the_result_of_their_call():
+    def fail():
+        raise HardpointError("the device failed")
+
+    worker = Recording()
+    worker.begin_sampling = lambda *_: Executor.LateOutput(lambda: True, fail)
+    _, late = begun(worker)
+    with pytest.raises(HardpointError, match="^the device failed"):
+        decode_result("sample_tokens", late.read(), "rank 0")
+
+
+def test_a_worker_without_late_outputs_samples_at_once():
+    output = ModelRunnerOutput(sampled_token_ids={"a": [4]})
+    worker = Recording(output)
+    worker.begin_sampling = worker.sample_tokens
+    _, result = begun(worker)
+    assert decode_result("sample_tokens", result, "rank 0") == output
 
 
 def test_a_step_is_sampled_once():

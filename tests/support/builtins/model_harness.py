@@ -139,6 +139,7 @@ class Runner:
         *,
         hidden: torch.Tensor | None = None,
         routed_experts: torch.Tensor | None = None,
+        needed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step of (sequence, tokens) and return the hidden states of all tokens."""
         counts = [(name, len(tokens)) for name, tokens in batch]
@@ -155,6 +156,7 @@ class Runner:
                 hidden=hidden,
                 routed_experts=routed_experts,
                 recur=self.states.of_step(counts),
+                needed=needed,
             )
         )
 

@@ -270,6 +270,7 @@ STATS = whole(
     kv_tiers=st.dictionaries(TEXT, TIER_STATS, max_size=2),
     step_cost_error=st.none() | st.floats(0, 8),
     num_waits_for_results=st.dictionaries(TEXT, COUNT, max_size=2),
+    num_without_overlap=st.dictionaries(TEXT, COUNT, max_size=2),
     num_requests_by_adapter=st.dictionaries(TEXT, COUNT, max_size=2),
     num_waiting_by_adapter=st.dictionaries(TEXT, COUNT, max_size=2),
     num_adapter_slots=COUNT,

@@ -9,6 +9,7 @@ import pytest
 from hardpoint.builtin_plugins.step_parts.speculation.draft_planner import (
     AcceptanceRate,
     DraftPlanner,
+    RequestRate,
     draft_lengths,
 )
 from hardpoint.errors import RequestError
@@ -53,7 +54,7 @@ def test_many_requests_leave_no_time_for_drafts():
 
 
 def test_the_rate_of_a_request_follows_its_drafts():
-    everyone, of_request = AcceptanceRate(memory=200.0), AcceptanceRate()
+    everyone, of_request = AcceptanceRate(), RequestRate()
     assert of_request.estimate(everyone) == 0.5
     for _ in range(20):
         everyone.add(4, 1)

@@ -63,15 +63,6 @@ def test_a_member_reads_its_prompt_with_its_adapter(folders, form):
         assert token_ids(both) == expected
 
 
-def test_adapters_that_have_no_room_at_once_are_refused_by_name(folders):
-    with opened(folders, max_loras=1) as llm:
-        member, other = (added(llm, folders, index) for index in range(2))
-        grouped = params(adapter=fields(member))
-        (output,) = llm.generate(PROMPTS[:1], grouped, lora_request=other)
-        assert "members: expected a group that fits at once, got 1: " in output.outputs[0].error
-        assert token_ids(llm.generate(PROMPTS[:1], params()))[0]
-
-
 def test_an_adapter_that_is_not_loaded_is_refused(folders):
     with opened(folders) as llm:
         adapter = {"name": "a9", "id": 9, "path": str(folders / "adapter0")}

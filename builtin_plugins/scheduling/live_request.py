@@ -34,7 +34,7 @@ class SchedulerRequest(Request):
         queue_key: while it is in the waiting queue, the policy's key.
         members: requests that run together with it.
         leader: the request that it is a member of; None of others.
-        num_sent_blocks: of a request with members, and of these: blocks per KV cache group that
+        num_sent_blocks: blocks per KV cache group, of a request of a group, that
             workers know; 0 while they do not have the request.
         is_plain: whether it has neither members nor features.
     """

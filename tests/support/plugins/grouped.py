@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hardpoint import plugins
 from hardpoint.plugins import FrontendHalf, LoRARequest, StepPart, WorkerHalf
 from hardpoint.plugins.step_part import GivenPrompt
@@ -72,8 +74,7 @@ class Adapted(StepPart):
     named_only = True
 
     class Arguments(plugins.Arguments):
-        path: str
-        id: int = 7
+        adapter: dict[str, Any]
 
     def frontend_half(self, context):
         return SamePrompt()
@@ -84,7 +85,7 @@ class Adapted(StepPart):
 
 class SamePrompt(FrontendHalf):
     def members(self, request, arguments):
-        adapter = LoRARequest(f"a{arguments['id']}", arguments["id"], arguments["path"])
+        adapter = LoRARequest(**arguments["adapter"])
         return [GivenPrompt(token_ids=request.prompt_token_ids, fields={"lora": adapter})]
 
 

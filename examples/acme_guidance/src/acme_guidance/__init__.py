@@ -56,7 +56,7 @@ class NegativePrompt(FrontendHalf):
 
 
 class GuidedLogits(ModelLogits):
-    """Moves the logits away from those of the negative prompt."""
+    """Moves the logits away from the logits of the negative prompt."""
 
     def combine(self, logits: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Return the guided log-probabilities."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support.adapters import lora, write_adapter, write_model
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, RequestError, SamplingParams
 
 ADAPTED = {"plugins": {"enable": ["support.plugins.grouped:Adapted"]}}
 FORMS = {
@@ -28,7 +29,7 @@ def folders(tmp_path_factory):
 
 
 def opened(folders, settings=(), max_loras=2):
-    adapters = {"adapters": {"max_loras": max_loras, "max_lora_rank": 4}}
+    adapters = {"adapters": {"max_loras": max_loras, "max_cpu_loras": 4, "max_lora_rank": 4}}
     config = {**ADAPTED, **adapters, **dict(settings)}
     return LLM(str(folders / "model"), dtype="float32", max_model_len=64, config=config)
 
@@ -38,34 +39,33 @@ def params(**arguments):
     return SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, plugin_args=args)
 
 
+def added(llm, folders, index):
+    return llm.adapters.add(lora(f"a{index}", 1 + index, str(folders / f"adapter{index}")))
+
+
+def fields(adapter):
+    return msgspec.structs.asdict(adapter)
+
+
 def token_ids(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_member_reads_its_prompt_with_its_adapter(folders, form):
-    path = str(folders / "adapter0")
     with opened(folders, FORMS[form]) as llm:
         base = token_ids(llm.generate(PROMPTS, params()))
-        expected = token_ids(llm.generate(PROMPTS, params(), lora_request=lora("a7", 7, path)))
+        member, other = (added(llm, folders, index) for index in range(2))
+        expected = token_ids(llm.generate(PROMPTS, params(), lora_request=member))
         assert base != expected
-        assert token_ids(llm.generate(PROMPTS, params(path=path))) == expected
-        other = lora("a8", 8, str(folders / "adapter1"))
-        both = llm.generate(PROMPTS, params(path=path), lora_request=other)
+        assert token_ids(llm.generate(PROMPTS, params(adapter=fields(member)))) == expected
+        both = llm.generate(PROMPTS, params(adapter=fields(member)), lora_request=other)
         assert token_ids(both) == expected
 
 
-def test_adapters_that_have_no_room_at_once_are_refused_by_name(folders):
-    other = lora("a8", 8, str(folders / "adapter1"))
-    with opened(folders, max_loras=1) as llm:
-        asked = params(path=str(folders / "adapter0"))
-        (output,) = llm.generate(PROMPTS[:1], asked, lora_request=other)
-        assert "members: expected a group that fits at once, got 1: " in output.outputs[0].error
-        assert token_ids(llm.generate(PROMPTS[:1], params()))[0]
-
-
-def test_a_missing_adapter_of_a_member_ends_the_request(folders):
+def test_an_adapter_that_is_not_loaded_is_refused(folders):
     with opened(folders) as llm:
-        (output,) = llm.generate(PROMPTS[:1], params(path=str(folders / "none"), id=9))
-        assert "none" in output.outputs[0].error
+        adapter = {"name": "a9", "id": 9, "path": str(folders / "adapter0")}
+        with pytest.raises(RequestError, match=r"lora.content_hash: expected .* for 'a9'"):
+            llm.generate(PROMPTS[:1], params(adapter=adapter))
         assert token_ids(llm.generate(PROMPTS[:1], params()))[0]

@@ -1,7 +1,7 @@
 """SnapKV (arXiv:2404.14469): the blocks of a prompt that its last tokens attend to most."""
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -104,7 +104,8 @@ class Selection(RequestFilter, AdmissionGate, PlanData, StepObserver, RequestLif
         return arguments
 
     def _first_observed(self, request: Request) -> int:
-        return max(request.num_prompt_tokens - self._arguments(request)["observed"], 1)
+        observed: int = self._arguments(request)["observed"]
+        return max(request.num_prompt_tokens - observed, 1)
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
         """Return the observed tokens of the step."""
@@ -190,7 +191,7 @@ class Weights(WorkerStep, LayerWrapper):
         sums = {name: self._sums.pop(name).tolist() for name in ready}
         return msgspec.msgpack.encode(sums) if sums else None
 
-    def finished(self, request_ids: Sequence[str]) -> None:
+    def finished(self, request_ids: Collection[str]) -> None:
         """Forget requests that ended before their prompt was computed."""
         for request_id in request_ids:
             self._sums.pop(request_id, None)

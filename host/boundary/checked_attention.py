@@ -79,7 +79,7 @@ class CheckedAttention:
         self.specs = [replace(s, value_size=None) for s in specs] if keeps_both else specs
         self._value_sizes = [spec.value_size for spec in specs]
         self.groups, self._cache_of = groups.groups, groups.cache_of
-        self.group_of: Sequence[int] = groups.group_of
+        self.group_of = groups.group_of
         self._sizes: list[int] = [self.backend.bytes_per_block(spec) for spec in self.specs]
         for size in self._sizes:
             checked(size, AttentionBackend, "bytes_per_block()", self.source)

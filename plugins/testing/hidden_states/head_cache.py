@@ -56,31 +56,29 @@ class HeadCache:
             self.written.update(slots)
             for slot, key, value in zip(slots, k, v, strict=True):
                 self._rows[layer, slot] = key.clone(), value.clone()
+            bounds = step.query_starts.tolist()
             rows = [
-                self._attended(layer, step, sequence, query, q[query])
+                self._attended(layer, step, sequence, q[slice(*bounds[sequence : sequence + 2])])
                 for sequence in range(len(step.seq_lens))
-                for query in range(*step.query_starts[sequence : sequence + 2].tolist())
             ]
-            return torch.stack(rows)
+            return torch.cat(rows)
 
         return attend
 
     def _attended(
-        self, layer: int, step: AttentionStep, sequence: int, query: int, q: torch.Tensor
+        self, layer: int, step: AttentionStep, sequence: int, q: torch.Tensor
     ) -> torch.Tensor:
-        """Return the result of a query, [heads, size]."""
-        after = int(step.query_starts[sequence + 1]) - query - 1
-        table = step.block_table[sequence].tolist()
-        rows = [
-            self._rows[layer, table[place // step.block_size] * step.block_size + offset]
-            for place in range(int(step.seq_lens[sequence]) - after)
-            for offset in [place % step.block_size]
-        ]
+        """Return the results of the queries of a sequence, [queries, heads, size]."""
+        table, size = step.block_table[sequence].tolist(), step.block_size
+        length = int(step.seq_lens[sequence])
+        rows = [self._rows[layer, table[n // size] * size + n % size] for n in range(length)]
         keys, values = (torch.stack(part).float() for part in zip(*rows, strict=True))
-        shared = q.shape[0] // keys.shape[1]
+        shared = q.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(shared, 1) for x in (keys, values))
-        scores = torch.einsum("hd,phd->hp", q.float(), keys) / q.shape[1] ** 0.5
-        return torch.einsum("hp,phd->hd", scores.softmax(-1), values).to(q.dtype)
+        scores = torch.einsum("qhd,phd->hqp", q.float(), keys) / q.shape[2] ** 0.5
+        later = torch.ones(len(q), length, dtype=torch.bool).triu(length - len(q) + 1)
+        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+        return torch.einsum("hqp,phd->qhd", weights, values).to(q.dtype)
 
 
 def blocks_of(request_id: str) -> range:

@@ -13,7 +13,7 @@ from hardpoint.builtin_plugins.step_parts.speculation.draft_planner import (
     draft_lengths,
 )
 from hardpoint.errors import RequestError
-from hardpoint.plugins import EngineConfig, EngineCoreRequest, SamplingParams, StepCost
+from hardpoint.plugins import EngineConfig, EngineCoreRequest, SamplingParams, Speculator, StepCost
 from hardpoint.plugins.requests import ResumedOutputs
 
 COST = StepCost(step=10.0, single_query=0.1, draft=1.0, is_trained=True)
@@ -68,7 +68,9 @@ def test_the_rate_of_a_request_follows_its_drafts():
 
 
 def planner():
-    components = SimpleNamespace(enabled=lambda _kind: ["ngram"])
+    components = SimpleNamespace(
+        enabled=lambda _kind: ["ngram"], find=lambda _kind, _name: Speculator
+    )
     context = SimpleNamespace(components=components, faults=None, step_cost=StepCost())
     return DraftPlanner("speculation", EngineConfig(), context)
 

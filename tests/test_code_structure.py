@@ -57,7 +57,7 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.scaffold.merging": "an algorithm with tests of its own",
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
     "hardpoint.builtin_plugins.response_stores.memory": "one store of two; SQLite has a module",
-    "hardpoint.builtin_plugins.server.operations.malformed_http": "texts of refusals, by the parser's",
+    "hardpoint.builtin_plugins.server.operations.malformed_http": "texts for wrong bytes",
     "hardpoint.builtin_plugins.server.operations.slow_readers": "a timer, beside the HTTP protocol",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.builtin_plugins.server.dialects.completions.embedded_prompts": "a form of prompts",

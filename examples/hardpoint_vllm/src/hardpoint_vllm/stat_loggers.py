@@ -11,14 +11,15 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 from hardpoint.errors import PluginContractError
-from hardpoint.plugins import StatSink, StatSinkContext
-from hardpoint.plugins.component import AdaptedComponent, Source
-from hardpoint.plugins.requests.stats import (
+from hardpoint.plugins import (
     FinishedRequest,
     IterationStats,
     PrefixCacheStats,
     SchedulerStats,
+    StatSink,
+    StatSinkContext,
 )
+from hardpoint.plugins.component import AdaptedComponent, Source
 
 from .objects import NamedFields
 from .origin import vllm_base

@@ -8,12 +8,11 @@ from typing import Any
 
 from hardpoint.plugins import EngineCoreRequest, Executor, Request, SchedulerOutput
 from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext
-from hardpoint.plugins.requests.plan import BlockIds
 from hardpoint_vllm.origin import is_overridden
 
 from .bases import KVConnectorOutput
 from .encoding import Encoding
-from .views import Blocks, RequestFields, plan_of
+from .views import BlockIds, Blocks, RequestFields, plan_of
 
 
 class SchedulerSide(KVConnectorScheduler):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hardpoint.plugins import EngineCoreRequest, Request, SchedulerOutput
-from hardpoint.plugins.requests.plan import BlockIds, NewRequest
+from hardpoint.plugins import EngineCoreRequest, NewRequest, Request, SchedulerOutput
 from hardpoint_vllm.objects import KeptFields, NamedFields
+
+BlockIds = Sequence[Sequence[int]]
+"""Block ids of a request, by group of layers."""
 
 Hashes = Callable[[Request, int], Sequence[bytes]]
 

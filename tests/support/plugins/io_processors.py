@@ -124,7 +124,7 @@ class Writes(IOProcessor):
 
 
 class InRounds(IOProcessor):
-    """Does what its input lists in each round after the first, and notes when a call is over.
+    """Has the rounds of its input after the first round, and notes the end of a call.
 
     An entry is a list of prompts, "fails", or another text, which it yields. The output is the
     number of outputs of each round.

@@ -36,6 +36,14 @@ BEAMS = (  # number of beams, tokens, length penalty, whether early stopping
 )
 BEAM_SUBJECTS = ("bread", "Mars", "rain")
 
+GUIDED = (
+    ("The capital of France is", "The weather is bad today and", 1.5),
+    ("Write a story:\nOnce upon a time", "I am", 3.0),
+    ("def add(a, b):\n    return", "Hello", 2.0),
+)
+"""Prompts, their negative prompts, and the scales of the guidance."""
+GUIDED_TOKENS = 12
+
 TOP = 8
 """Logits per position that are kept."""
 
@@ -103,8 +111,30 @@ def compute() -> dict[str, Any]:
             text = each["prompt_ids"] + each["tokens"]
             each["best"] = model(torch.tensor([text])).logits[0].argmax(-1).tolist()
             each["bf16_equal"] = equal_choices(low, text[:-1], each["best"][:-1])
-        beams = searched(model, tokenizer)
-    return {"greedy": greedy, "texts": texts, "beams": beams}
+        beams, guidance = searched(model, tokenizer), guided(model, tokenizer)
+    return {"greedy": greedy, "texts": texts, "beams": beams, "guidance": guidance}
+
+
+def guided(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return results of classifier-free guidance: two forward passes of whole texts per token."""
+    answers = []
+    for *texts, scale in GUIDED:
+        prompts = [tokenizer(text)["input_ids"] for text in texts]
+        tokens: list[int] = []
+        gaps = []
+        for _ in range(GUIDED_TOKENS):
+            rows = [model(torch.tensor([ids + tokens])).logits[0, -1] for ids in prompts]
+            positive, negative = (row.log_softmax(-1) for row in rows)
+            best = (negative + scale * (positive - negative)).topk(2)
+            gaps.append(best.values[0] - best.values[1])
+            tokens.append(int(best.indices[0]))
+        if (gap := min(map(float, gaps))) < TIE:
+            raise ValueError(
+                f"{texts[0]!r}: two best logits are {gap} apart; choose another prompt"
+            )
+        answer = {"prompt": texts[0], "negative_prompt": texts[1], "scale": scale}
+        answers.append({**answer, "tokens": tokens})
+    return answers
 
 
 def searched(model: Any, tokenizer: Any) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ PACKAGES = {
     "acme_communicators": 0.1,
     "acme_corpus": 0.1,
     "acme_early_exit": 0.1,
+    "acme_guidance": 0.1,
     "acme_kv_eviction": 0.1,
     "acme_observing": 0.1,
     "acme_ops": 0.03,

@@ -20,6 +20,7 @@ from hardpoint.plugins import (
 
 from . import wait_reasons
 from .encoder import choose_features, encoder_cache, schedule_features
+from .group import admit_blocks, group_lacks, num_tokens_of_group, place
 from .live_request import SchedulerRequest
 from .step import StepState
 from .tracker import RequestTracker
@@ -68,7 +69,7 @@ def poll_blocked(tracker: RequestTracker, step: StepState, pause: PauseState) ->
             continue
         assert gates is not None, "without gates no request waits at one"
         try:
-            held = gates.wait_reason(request)
+            held = next(filter(None, map(gates.wait_reason, request.group)), None)
         except RequestError as error:
             tracker.finish_in_planning(request, FinishReason.ERROR, str(error))
         else:
@@ -146,8 +147,8 @@ def _is_full(tracker: RequestTracker, step: StepState) -> bool:
     """Return whether no request at all can be admitted; record the reason if so."""
     if step.budget <= 0:
         step.admission_stopped = wait_reasons.no_budget(1, 0)
-    elif len(tracker.running) >= tracker.limits.max_num_seqs:
-        step.admission_stopped = wait_reasons.no_slot(len(tracker.running))
+    elif tracker.num_rows >= tracker.limits.max_num_seqs:
+        step.admission_stopped = wait_reasons.no_slot(tracker.num_rows)
     elif step.prompt_time is not None and step.prompt_time.is_used_up:
         step.admission_stopped = wait_reasons.no_time()
     elif step.max_requests is not None and len(step.tokens) >= step.max_requests:
@@ -191,8 +192,21 @@ def _admit(
         tracker.finish_in_planning(request, FinishReason.STOP, stop_reason=finish.shown)
         return _Outcome.FINISHED
     if reason is not None:
+        if request.members and reason.waiting_for is WaitingFor.PART and not tracker.running:
+            # Every resource is free, and has no room for all.
+            error = f"members: expected a group that fits at once, got {len(request.members)}: "
+            tracker.finish_in_planning(request, FinishReason.ERROR, error + reason.message)
+            return _Outcome.FINISHED
         step.waiting[request.request_id] = reason
         return _Outcome.SET_ASIDE
+    if request.members:
+        return _schedule_group(tracker, request, step)
+    return _admit_with_prefix(tracker, request, step)
+
+
+def _admit_with_prefix(
+    tracker: RequestTracker, request: SchedulerRequest, step: StepState
+) -> _Outcome:
     if request.request_id in tracker.loaded:
         return _schedule(tracker, request, CachedPrefix(), 0, step)
     prefix = tracker.cache.lookup(request)
@@ -214,13 +228,39 @@ def _reason_to_wait(
 ) -> WaitReason | Finish | None:
     """Return why a request must wait or ends, budget and blocks aside."""
     gates = tracker.context.gates
-    if gates is not None and (lack := gates.lacks(request)) is not None:
+    if request.members:
+        if gates is not None and (lack := group_lacks(gates, request)) is not None:
+            return lack
+        if tracker.num_rows + len(request.group) > tracker.limits.max_num_seqs:
+            return wait_reasons.no_slot(tracker.num_rows)
+    elif gates is not None and (lack := gates.lacks(request)) is not None:
         return lack
     if ask_policy and "admit" in tracker.policy_hooks:
         message = tracker.policy.admit(request, tracker.load(step.now, step.budget))
         if message is not None:
             return message if isinstance(message, Finish) else wait_reasons.held_back(message)
     return None
+
+
+def _schedule_group(tracker: RequestTracker, leader: SchedulerRequest, step: StepState) -> _Outcome:
+    prefixes = [tracker.cache.lookup(request) for request in leader.group]
+    starts = [prefix.num_tokens for prefix in prefixes]
+    tokens = num_tokens_of_group(tracker, leader, starts, step)
+    if tokens is None:
+        return _Outcome.STOP if tracker.limits.chunked_prefill else _Outcome.SET_ASIDE
+    if not admit_blocks(tracker, leader, prefixes, tokens, _num_reserved(tracker)):
+        return _lack_blocks(tracker, leader, step)
+    if "scheduled" in tracker.policy_hooks:
+        step.notify(tracker.policy, leader, sum(tokens))
+    tracker.start_running(leader, step.now)
+    step.waiting.pop(leader.request_id, None)
+    for request, start, count in zip(leader.group, starts, tokens, strict=True):
+        request.num_computed_tokens = start
+        if count:
+            place(tracker, request, count, step)
+    if leader.num_cached_tokens < 0:
+        leader.num_cached_tokens = starts[0]
+    return _Outcome.ADMITTED
 
 
 def _schedule(
@@ -320,7 +360,7 @@ def _num_reserved(tracker: RequestTracker) -> int:
 
 def _lack_blocks(tracker: RequestTracker, request: SchedulerRequest, step: StepState) -> _Outcome:
     """Record a lack of blocks; if no request runs, free the blocks of another loaded request."""
-    cache, needed = tracker.cache, tracker.blocks_needed(request.num_tokens)
+    cache, needed = tracker.cache, tracker.blocks_of(request)
     step.waiting[request.request_id] = wait_reasons.no_blocks(
         needed, cache.num_free_blocks, _num_reserved(tracker), cache.num_free_states
     )

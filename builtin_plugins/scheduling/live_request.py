@@ -32,6 +32,11 @@ class SchedulerRequest(Request):
         last_step: number of the step that scheduled it last, where several are under way at once.
         max_total_tokens: number of prompt and output tokens at which it ends.
         queue_key: while it is in the waiting queue, the policy's key.
+        members: requests that run together with it.
+        leader: the request that it is a member of; None of others.
+        num_sent_blocks: of a request with members, and of these: blocks per KV cache group that
+            workers know; 0 while they do not have the request.
+        is_plain: whether it has neither members nor features.
     """
 
     __slots__ = (
@@ -41,10 +46,14 @@ class SchedulerRequest(Request):
         "_stop_token_ids",
         "client_index",
         "features",
+        "is_plain",
         "last_step",
+        "leader",
         "max_total_tokens",
+        "members",
         "num_external_tokens",
         "num_loading_tokens",
+        "num_sent_blocks",
         "prefill_reported",
         "queue_key",
         "skip_transfer",
@@ -68,6 +77,23 @@ class SchedulerRequest(Request):
         self._eos_token_ids = _token_set(tuple(source.eos_token_ids))
         self._stop_token_ids = _token_set(tuple(source.stop_token_ids))
         self._repetition = params.repetition_detection
+        self.leader: SchedulerRequest | None = None
+        self.num_sent_blocks = 0
+        self.members = tuple(
+            SchedulerRequest(member, order, max_model_len)
+            for members in source.members.values()
+            for member in members
+        )
+        for member in self.members:
+            member.leader = self
+            room = max_model_len - member.num_prompt_tokens
+            self.max_total_tokens = min(self.max_total_tokens, self.num_prompt_tokens + room)
+        self.is_plain = not (self.members or self.features)
+
+    @property
+    def group(self) -> tuple[SchedulerRequest, ...]:
+        """The request and its members."""
+        return (self, *self.members)
 
     def record_event(self, event: EngineCoreEventType, now: float) -> None:
         """Record an event; the next output carries it."""

@@ -18,6 +18,7 @@ from hardpoint.plugins import (
 )
 
 from .encoder import encoder_cache, free_computed_features
+from .group import append_to_members
 from .live_request import SchedulerRequest
 from .step import PlannedStep
 from .tracker import OutputsByClient, RequestTracker
@@ -71,19 +72,19 @@ def process_results(
             continue
         request_id = request.request_id
         if has_extras and (fault := result.faults.get(request_id)):
+            request = request.leader or request
             outputs[request.client_index].append(_fail(tracker, request, fault))
             continue
         if request.features:
             free_computed_features(tracker, request)
-        tokens = sampled.get(request_id)
+        tokens = sampled.get(request_id) if request.leader is None else None  # else the leader's
         output: EngineCoreOutput | None = None
         if tokens:
             if has_more_counts:
                 _count(tracker, request, draft_token_ids, tokens, drafts)
             output = _append_tokens(tracker, request, tokens)
         elif request_id not in result.pooler_output and _lacks_token(planned, request):
-            tracker.uncache_from(request, planned.certain_before()[request_id])
-            tracker.preempt(request, now)
+            _recompute(tracker, planned, request, now)
             continue
         if has_extras:
             output = _add_extras(tracker, request, computed.get(request_id, 0), result, output)
@@ -101,7 +102,18 @@ def add_finishes(planned: PlannedStep, result: ModelRunnerOutput) -> None:
     result.end(part.finishes)
 
 
+def _recompute(
+    tracker: RequestTracker, planned: PlannedStep, request: SchedulerRequest, now: float
+) -> None:
+    before = planned.certain_before()
+    for item in request.group:
+        tracker.uncache_from(item, before[item.request_id])
+    tracker.preempt(request, now)
+
+
 def _lacks_token(planned: PlannedStep, request: SchedulerRequest) -> bool:
+    if request.leader is not None:
+        return False
     plan, request_id = planned.plan, request.request_id
     before: int = plan.num_computed_tokens()[request_id]
     return before + plan.num_scheduled_tokens[request_id] >= request.num_tokens
@@ -120,10 +132,12 @@ def lose_plan(
         for index in plan.encoder_inputs.get(request.request_id, ()):
             encoder_cache(tracker).cancel(request, index)
     for planned in (lost, *later):
-        computed = planned.certain_before()
-        for request in planned.still_running():
+        computed, running = planned.certain_before(), planned.still_running()
+        for request in running:
             tracker.uncache_from(request, computed[request.request_id])
-            tracker.preempt(request, now)
+        for request in running:
+            if request.status is _RUNNING:  # else it was preempted with its group
+                tracker.preempt(request.leader or request, now)
 
 
 def reset_uncertain_cache(tracker: RequestTracker, plans: Sequence[PlannedStep]) -> None:
@@ -159,7 +173,9 @@ def _append_tokens(
                 output.stop_reason = request.stop_reason(token)
             output.new_token_ids = tokens[: request.num_tokens - before]
             tracker.finish(request, output)
-            break
+            return output
+    if request.members:
+        append_to_members(request, tokens)
     return output
 
 

@@ -9,6 +9,7 @@ from hardpoint.plugins import RequestStatus
 
 from . import wait_reasons
 from .encoder import choose_features, schedule_features
+from .group import num_drafts_of_group, num_tokens_of_group, place, withdraw_group
 from .live_request import SchedulerRequest
 from .prompt_time import PromptTime, is_prompt
 from .step import StepState
@@ -63,24 +64,56 @@ def _schedule_each(
         # request that has not finished has room for one. Where tokens come one by one, the cache
         # has work for the first one of a block and for the last one.
         tokens = request.num_tokens - request.num_computed_tokens
-        if tokens != 1 or request.draft_token_ids or request.features or request.releases:
-            tokens, features = _limit_tokens(tracker, request, step)
-            if tokens <= 0:
-                continue
-            tokens = _extend(tracker, request, tokens, step)
-            if not tokens:
+        if tokens != 1 or request.draft_token_ids or not request.is_plain or request.releases:
+            schedule = _schedule_group if request.members else _schedule_limited
+            if not schedule(tracker, request, step):
                 return False
-            step.release_blocks(request, request.num_computed_tokens)
-            if request.draft_token_ids or features:
-                _schedule_inputs(tracker, request, tokens, features, step)
-            step.assign(request, tokens)
-        else:
-            is_within_block = in_order and request.num_tokens % size > 1
-            if not (is_within_block or _extend(tracker, request, 1, step)):
-                return False
-            scheduled[request.request_id] = 1
-            step.budget -= 1
+            continue
+        is_within_block = in_order and request.num_tokens % size > 1
+        if not (is_within_block or _extend(tracker, request, 1, step)):
+            return False
+        scheduled[request.request_id] = 1
+        step.budget -= 1
         running[request.request_id] = request
+    return True
+
+
+def _schedule_limited(tracker: RequestTracker, request: SchedulerRequest, step: StepState) -> bool:
+    """Schedule tokens of a request within all limits; return whether later requests may follow."""
+    tokens, features = _limit_tokens(tracker, request, step)
+    if tokens <= 0:
+        return True
+    tokens = _extend(tracker, request, tokens, step)
+    if not tokens:
+        return False
+    step.release_blocks(request, request.num_computed_tokens)
+    if request.draft_token_ids or features:
+        _schedule_inputs(tracker, request, tokens, features, step)
+    step.assign(request, tokens)
+    step.running[request.request_id] = request
+    return True
+
+
+def _schedule_group(tracker: RequestTracker, leader: SchedulerRequest, step: StepState) -> bool:
+    """Schedule tokens of a request and of its members; return whether later requests may follow."""
+    starts = [request.num_computed_tokens for request in leader.group]
+    tokens = num_tokens_of_group(tracker, leader, starts, step)
+    if tokens is None:
+        return True
+    num_drafts = num_drafts_of_group(tracker, leader, tokens, step)
+    drafts, leader.draft_token_ids = leader.draft_token_ids[:num_drafts], []
+    for request, count in zip(leader.group, tokens, strict=True):
+        if not count:
+            continue
+        lookahead = tracker.num_lookahead(request.num_computed_tokens + count + num_drafts)
+        blocks = tracker.cache.extend(request, count + num_drafts, lookahead)
+        if blocks is None:
+            blocks = _preempt_for(tracker, request, (count + num_drafts, lookahead), step)
+            if blocks is None:
+                return False
+        if drafts:
+            step.drafts[request.request_id] = drafts
+        place(tracker, request, count + num_drafts, step)
     return True
 
 
@@ -181,18 +214,20 @@ def _preempt_for(
         load = tracker.load(step.now, step.budget)
         victim = tracker.policy.victim(tuple(tracker.running.values()), load)
         assert isinstance(victim, SchedulerRequest), "the policy's guard returns a running request"
-        if victim is not request:
+        owner = request.leader or request
+        if victim is not owner:
             _preempt(tracker, victim, cause, step)
             continue
-        if request.num_output_placeholders:
+        if owner.num_output_placeholders:
             # Its outputs in flight would be lost; if that happened in every step, it would never
             # make progress. So it keeps its blocks until they have arrived.
-            reason = wait_reasons.results(request.num_output_placeholders)
-            step.waiting[request.request_id] = reason
+            withdraw_group(tracker, owner, step)
+            reason = wait_reasons.results(owner.num_output_placeholders)
+            step.waiting[owner.request_id] = reason
             return None
-        _preempt(tracker, request, cause, step)
-        if tracker.finish_if_too_long(request):
-            del step.waiting[request.request_id]
+        _preempt(tracker, owner, cause, step)
+        if tracker.finish_if_too_long(owner):
+            del step.waiting[owner.request_id]
         return None
     return blocks
 
@@ -200,12 +235,13 @@ def _preempt_for(
 def _preempt(
     tracker: RequestTracker, victim: SchedulerRequest, cause: str, step: StepState
 ) -> None:
-    if victim.request_id in step.running:  # blocks that this step was to fill are cached already
-        tracker.uncache_from(victim, victim.num_computed_tokens)
-    unused = step.withdraw(victim)
-    if unused and tracker.context.encoder_cache is not None:
-        for index in unused:
-            tracker.context.encoder_cache.cancel(victim, index)
+    for request in victim.group:
+        if request.request_id in step.tokens:  # blocks that the step was to fill are cached already
+            tracker.uncache_from(request, request.num_computed_tokens)
+        unused = step.withdraw(request)
+        if unused and tracker.context.encoder_cache is not None:
+            for index in unused:
+                tracker.context.encoder_cache.cancel(request, index)
     tracker.preempt(victim, step.now)
     step.preempted[victim.request_id] = cause
     step.waiting[victim.request_id] = wait_reasons.preempted(cause)

@@ -31,6 +31,7 @@ from hardpoint.plugins import (
 from . import wait_reasons
 from .admission import AdmissionOptions, admit_waiting, has_started, poll_blocked
 from .encoder import check_features
+from .group import check_group
 from .live_request import SchedulerRequest
 from .prompt_time import PrefillMeter
 from .results import DraftCounts, add_finishes, lose_plan, process_results
@@ -45,7 +46,7 @@ class DefaultScheduler(Scheduler):
     """Schedules running requests first, then admits waiting ones in the policy's order."""
 
     contract = 2
-    limits_waiting_tokens = releases_blocks = True
+    limits_waiting_tokens = keeps_groups = releases_blocks = True
     context: SchedulerContext
 
     class Options(plugins.Options):
@@ -94,15 +95,18 @@ class DefaultScheduler(Scheduler):
             OverloadedError: `max_waiting` requests wait, or prompts of `max_waiting_tokens`.
         """
         tracker, limits = self._tracker, self._limits
+        live = SchedulerRequest(request, self._num_added, limits.max_model_len)
         if not request.is_admitted:
-            self._check_waiting(len(request.prompt_token_ids))
+            self._check_waiting(sum(item.num_prompt_tokens for item in live.group))
         if request.request_id in tracker.pending_free:
             raise RequestError(
                 f"request_id: {request.request_id!r} ended, but its KV blocks are still being "
                 "moved; expected another id"
             )
-        live = SchedulerRequest(request, self._num_added, limits.max_model_len)
-        self._check_fits(live)
+        for item in live.group:
+            self._check_fits(item)
+        if live.members:
+            check_group(tracker, live)
         if live.features:
             check_features(tracker, live)
         tracker.add(live)
@@ -154,7 +158,7 @@ class DefaultScheduler(Scheduler):
         if tracker.running and self._pause is not PauseState.PAUSED_ALL:
             schedule_running(tracker, step, self.context.options.max_slowdown)
         if "scheduled" in tracker.policy_hooks:
-            for request_id, running in step.running.items():
+            for request_id, running in (step.running | step.admitted).items():
                 step.notify(tracker.policy, running, step.tokens[request_id])
         admit_waiting(tracker, step, self._pause, self._options)
         if self._limits.max_waiting_tokens is not None:
@@ -198,7 +202,8 @@ class DefaultScheduler(Scheduler):
         ids = list(tracker.requests) if request_ids is None else request_ids
         outputs: OutputsByClient = defaultdict(list)
         for request_id in ids:
-            if (request := tracker.requests.get(request_id)) is not None:
+            request = tracker.requests.get(request_id) or tracker.leaders.get(request_id)
+            if request is not None:
                 outputs[request.client_index].append(tracker.finish_now(request, reason))
         return tracker.for_clients(outputs, self.context.clock())
 
@@ -239,7 +244,11 @@ class DefaultScheduler(Scheduler):
 
     def live_request(self, request_id: str) -> Request | None:
         """Return a live request, to be read only; None if there is none with this id."""
-        return self._tracker.requests.get(request_id)
+        if (request := self._tracker.requests.get(request_id)) is not None:
+            return request
+        leader = self._tracker.leaders.get(request_id)
+        members = () if leader is None else leader.members
+        return next((item for item in members if item.request_id == request_id), None)
 
     def why_waiting(self, request_id: str) -> WaitReason | None:
         """Return why a live request got no tokens in the last step; None if it got some.
@@ -326,8 +335,8 @@ class DefaultScheduler(Scheduler):
     def _advance(self, step: StepState, plan: SchedulerOutput) -> None:
         """Count the planned tokens as computed, so that the next step can be planned."""
         requests = [*step.running.values(), *step.admitted.values()]
-        for request, tokens in zip(requests, step.tokens.values(), strict=True):
-            request.num_computed_tokens += tokens
+        for request in requests:
+            request.num_computed_tokens += step.tokens[request.request_id]
         if self._limits.asynchronous:
             for request in requests:
                 known = request.num_tokens + request.num_output_placeholders
@@ -364,6 +373,7 @@ class DefaultScheduler(Scheduler):
 
     def _check_fits(self, request: SchedulerRequest) -> None:
         tokens, limits, cache = request.num_prompt_tokens, self._limits, self._tracker.cache
+        name = "members" if request.leader else "prompt"
         generated = int(request.source.pooling_params is None)
         if tokens + generated > limits.max_model_len:
             raise PromptTooLongError.of(tokens, limits.max_model_len, generates=bool(generated))
@@ -375,7 +385,7 @@ class DefaultScheduler(Scheduler):
         if needed > cache.num_usable_blocks:
             known = f"{tokens} tokens{f' and {len(outputs)} outputs' if outputs else ''}"
             raise RequestError(
-                f"prompt: its {known}{' and one to generate' if generated else ''} need "
+                f"{name}: its {known}{' and one to generate' if generated else ''} need "
                 f"{needed} KV blocks of {cache.block_size} tokens, the cache has "
                 f"{cache.num_usable_blocks}"
             )

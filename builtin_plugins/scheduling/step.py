@@ -89,21 +89,26 @@ class StepState(msgspec.Struct):
 
     def notify(self, policy: SchedulingPolicy, request: SchedulerRequest, tokens: int) -> None:
         """Notify the policy of the tokens of a request; it may end the request."""
+        request = request.leader or request
         if (finish := policy.scheduled(request, tokens)) is not None:
             self.finishes[request.request_id] = finish.of(policy.name)
 
     def withdraw(self, request: SchedulerRequest) -> list[int]:
-        """Undo everything that the step scheduled for a running request.
+        """Undo everything that the step scheduled for a request.
 
         Returns:
             Indices of its features that no request needs encoded in this step any more.
         """
         request_id = request.request_id
-        if request_id not in self.running:
+        if request_id not in self.tokens:
             return []
-        del self.running[request_id]
+        if self.running.pop(request_id, None) is None:  # a member that was to begin
+            del self.admitted[request_id]
+            self.new_requests = [n for n in self.new_requests if n.source is not request.source]
+            request.num_sent_blocks = 0
+        elif blocks := self.new_blocks.pop(request_id, None):
+            request.num_sent_blocks -= len(blocks[0])
         self.budget += self.tokens.pop(request_id)
-        self.new_blocks.pop(request_id, None)
         self.released_columns.pop(request_id, None)
         self.drafts.pop(request_id, None)
         unused = []

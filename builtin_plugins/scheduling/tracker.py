@@ -45,6 +45,7 @@ class RequestTracker:
         unreported_finished: ids of finished requests that no plan has reported.
         unreported_preempted: ids of preempted requests that no plan has reported.
         unreported_freed_inputs: freed encoder inputs that no plan has reported.
+        leaders: requests with members, by the id of each member.
         finished_ids: ids that finished since the last outputs, by client index.
         policy_hooks: names of the optional methods that the policy implements; others of these are
             not called.
@@ -67,6 +68,8 @@ class RequestTracker:
         self.unreported_preempted: set[str] = set()
         self.unreported_freed_inputs: list[str] = []
         self.finished_ids: dict[int, set[str]] = {}
+        self.leaders: dict[str, SchedulerRequest] = {}
+        self.num_rows = 0  # of workers: running requests and their members
         self.num_preemptions = 0
         self._deadlines: list[tuple[float, int, str]] = []
         self._num_prompt_tokens = 0  # of all live requests
@@ -85,12 +88,13 @@ class RequestTracker:
         gates = self.context.gates
         if "added" in self.policy_hooks:
             self.policy.added(request)
-        if gates is not None and gates.holds(request):
+        if gates is not None and any(map(gates.holds, request.group)):
             self.blocked[request.request_id] = request
         else:
             self.waiting.push(request)
         self.requests[request.request_id] = request
-        self._num_prompt_tokens += request.num_prompt_tokens
+        self.leaders |= {member.request_id: request for member in request.members}
+        self._num_prompt_tokens += sum(item.num_prompt_tokens for item in request.group)
         if (deadline := request.deadline) is not None:
             entry = (deadline, request.order, request.request_id)
             heapq.heappush(self._deadlines, entry)
@@ -113,11 +117,13 @@ class RequestTracker:
 
     def start_running(self, request: SchedulerRequest, now: float) -> None:
         """Move a request into `running`; the caller removes it from the queue."""
-        request.status = RequestStatus.RUNNING
         self.loaded.pop(request.request_id, None)
         self.running[request.request_id] = request
-        if self.context.gates is not None:
-            self.context.gates.acquire(request)
+        for item in request.group:
+            item.status = RequestStatus.RUNNING
+            self.num_rows += 1
+            if self.context.gates is not None:
+                self.context.gates.acquire(item)
         if self.context.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, now)
 
@@ -130,10 +136,11 @@ class RequestTracker:
     def preempt(self, request: SchedulerRequest, now: float) -> None:
         """Free a running request's blocks and move it into `waiting`."""
         self._remove_running(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
+        for item in request.group:
+            item.status = RequestStatus.PREEMPTED
+            item.num_preemptions += 1
+            self.unreported_preempted.add(item.request_id)
         self.num_preemptions += 1
-        self.unreported_preempted.add(request.request_id)
         self.reset_progress(request)
         if "preempted" in self.policy_hooks:
             self.policy.preempted(request)
@@ -149,12 +156,13 @@ class RequestTracker:
 
     def reset_progress(self, request: SchedulerRequest) -> None:
         """Free a request's blocks and drop all computed state; it is computed again."""
-        self.cache.free(request)
-        if self.context.encoder_cache is not None:
-            self.context.encoder_cache.free(request)
-        request.num_computed_tokens = 0
-        request.num_output_placeholders = 0
-        request.draft_token_ids = []
+        for item in request.group:
+            self.cache.free(item)
+            if self.context.encoder_cache is not None:
+                self.context.encoder_cache.free(item)
+            item.num_computed_tokens = item.num_output_placeholders = 0
+            item.draft_token_ids = []
+            item.num_sent_blocks = 0
         self.loaded.pop(request.request_id, None)
 
     def reset_last_loaded(self, keep: SchedulerRequest | None = None) -> bool:
@@ -188,9 +196,13 @@ class RequestTracker:
             self.waiting.remove(request)
             self.loaded.pop(request_id, None)
         del self.requests[request_id]
-        self._num_prompt_tokens -= request.num_prompt_tokens
-        self.unreported_finished.add(request_id)
-        request.status = RequestStatus.FINISHED
+        for item in request.group:
+            self._num_prompt_tokens -= item.num_prompt_tokens
+            self.unreported_finished.add(item.request_id)
+            item.status = RequestStatus.FINISHED
+        for member in request.members:
+            del self.leaders[member.request_id]
+            self.cache.free(member)
         output.trace_headers = request.source.trace_headers
         self._free_blocks(request, output, loading=loading)
         if self.context.encoder_cache is not None:
@@ -235,17 +247,18 @@ class RequestTracker:
 
     def finish_if_too_long(self, request: SchedulerRequest) -> bool:
         """Finish a request that the whole cache cannot hold; return whether it was one."""
-        if self.all_fit:
+        if self.all_fit and not request.members:
             return False
         # It would be preempted for ever.
-        needed, usable = self.blocks_needed(request.num_tokens), self.cache.num_usable_blocks
+        needed, usable = self.blocks_of(request), self.cache.num_usable_blocks
         if needed <= usable:
             return False
         lookahead = self.num_lookahead(request.num_tokens)
         self.finish_in_planning(
             request,
             FinishReason.ERROR,
-            f"the KV cache is too small: {request.num_tokens} tokens"
+            f"the KV cache is too small: {sum(item.num_tokens for item in request.group)} tokens"
+            f"{' of the request and its members' if request.members else ''}"
             f"{f' and {lookahead} of lookahead' if lookahead else ''} need {needed} blocks of "
             f"{self.cache.block_size} tokens, the cache has {usable}",
         )
@@ -274,9 +287,10 @@ class RequestTracker:
     @property
     def num_waiting_tokens(self) -> int:
         """The number of tokens of prompts that are not computed yet."""
-        running = self.running.values()
         ready = sum(
-            min(request.num_computed_tokens, request.num_prompt_tokens) for request in running
+            min(item.num_computed_tokens, item.num_prompt_tokens)
+            for request in self.running.values()
+            for item in request.group
         )
         return self._num_prompt_tokens - ready
 
@@ -300,10 +314,16 @@ class RequestTracker:
         """Return the number of blocks for `num_tokens` tokens and their lookahead."""
         return self.cache.blocks_needed(num_tokens + self.num_lookahead(num_tokens))
 
+    def blocks_of(self, request: SchedulerRequest) -> int:
+        """Return the number of blocks for the known tokens of a request and of its members."""
+        return sum(self.blocks_needed(item.num_tokens) for item in request.group)
+
     def _remove_running(self, request: SchedulerRequest) -> None:
         del self.running[request.request_id]
-        if self.context.gates is not None:
-            self.context.gates.release(request)
+        for item in request.group:
+            self.num_rows -= 1
+            if self.context.gates is not None:
+                self.context.gates.release(item)
 
     def _free_blocks(
         self, request: SchedulerRequest, output: EngineCoreOutput, *, loading: bool

@@ -16,6 +16,7 @@ from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError, StepRecord
 from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
+from hardpoint.toolkit.requests.groups import complete_members, members_of
 
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
@@ -96,7 +97,7 @@ class EngineCore(EngineUtilities):
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
         self._settings.begin()
         try:
-            request = self._parts.step_parts.add(request)
+            complete_members(request, self._scheduler, self._parts.scheduler_label)
             self._add(request)
         finally:
             self._settings.end()
@@ -122,12 +123,15 @@ class EngineCore(EngineUtilities):
     def _add(self, request: EngineCoreRequest) -> None:
         num_before = self._scheduler.num_unfinished_requests()
         try:
-            self._scheduler.add_request(request)
+            for member in members_of(request):
+                self._parts.step_parts.add(member)
+            self._scheduler.add_request(self._parts.step_parts.add(request))
             if self._scheduler.num_unfinished_requests() <= num_before:
                 label = self._parts.scheduler_label
                 raise RequestError(f"{label}: its add_request did not add the request")
         except BaseException:
-            self._parts.step_parts.refused(request.request_id)
+            for refused in (request, *members_of(request)):
+                self._parts.step_parts.refused(refused.request_id)
             raise
 
     def client_of(self, request_id: str) -> int | None:

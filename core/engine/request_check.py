@@ -8,6 +8,7 @@ from types import MappingProxyType
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
 from hardpoint.plugins.sampling import RequestStates
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
+from hardpoint.toolkit.requests.groups import check_members
 from hardpoint.toolkit.requests.resumed_states import SAMPLER, check_logprobs, check_states
 
 _LONGEST_MARKER = 64
@@ -51,6 +52,7 @@ class RequestCheck:
             raise RequestError("prompt_token_ids: expected at least one token, got none")
         self._check_ids("prompt_token_ids", (min(ids), max(ids)))
         self.check_resumed(request)
+        check_members(request, self)
 
     def check_resumed(self, request: EngineCoreRequest) -> None:
         """Check that a request may go on after the outputs that it has; one without any passes.

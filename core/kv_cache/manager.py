@@ -380,7 +380,7 @@ class BlockManager:
     def _cache_full_blocks(self, request: Request, blocks: _RequestBlocks, end: int) -> None:
         """Add the blocks to the index that known tokens before position `end` fill."""
         size, start = self.block_size, blocks.num_cached
-        num_full = min(end, request.num_plain_tokens) // size
+        num_full = min(end, request.num_tokens) // size
         if num_full > start:
             hashes = self._hashes.of(request, num_full)
             for group, table in enumerate(blocks.tables):

@@ -17,6 +17,7 @@ from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.requests.params import EngineCoreRequest, SamplingParams
 from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
 from hardpoint.plugins.sampling.rows import Added
+from hardpoint.toolkit.batches.groups import RowGroups
 from hardpoint.toolkit.batches.packed_step import IntArray, PackedStep
 from hardpoint.toolkit.batches.spans import Spans
 from hardpoint.toolkit.batches.table_columns import remove_columns
@@ -74,6 +75,7 @@ class InputBatch:
         max_model_len: tokens of a row.
         block_size: tokens per block.
         num_groups: KV cache groups.
+        groups: groups of requests.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class InputBatch:
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
         self._updates = BatchUpdateBuilder()
+        self.groups = RowGroups()
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -187,6 +190,8 @@ class InputBatch:
         # The smaller one is walked: most of a hundred thousand that ended may never have run. The
         # operator & of keys and a frozenset walks the set.
         known = self._row_of
+        if self.groups:
+            self.groups.remove(request_ids)
         fewer = request_ids if len(request_ids) < len(known) else known
         for request_id in [name for name in fewer if name in request_ids and name in known]:
             row = known.pop(request_id)
@@ -247,10 +252,11 @@ class InputBatch:
         Args:
             ids: int64 [requests].
         """
+        requests, at = self.groups.with_members(requests)
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         self._token_ids[rows, self._num_tokens[rows]] = -1  # no model takes it for a token
         self._num_tokens[rows] += 1
-        self._late_ids, self._late_at[rows] = ids, np.arange(len(rows))
+        self._late_ids, self._late_at[rows] = ids, at
 
     def settle_late(self, tokens: Mapping[LogitsRequest, int | None]) -> bool:
         """Write the tokens of `append_late`, None takes one back; return whether no row left."""
@@ -360,7 +366,7 @@ class InputBatch:
             attention=attention,
             query_starts=query_starts,
             starts=starts,
-            samples=computed == ends,
+            samples=(computed == ends) & self.groups.shown(requests),
             packed=packed,
             token_types=self._token_types(row_of, positions, device) if self._has_types else None,
         )

@@ -11,6 +11,7 @@ from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.sampling_stage import Sampled
 from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import LogitsRequest, ModelRunnerOutput
+from hardpoint.toolkit.batches.groups import copy_to_members
 
 from .input_batch import InputBatch
 
@@ -51,6 +52,9 @@ class LateTokens:
             output.sampled_token_ids[request.request_id] = [token]
             if row in sampled.logprobs:
                 output.logprobs[request.request_id] = [sampled.logprobs[row]]
+        if batch.groups:
+            members = copy_to_members(requests, output)
+            tokens |= {member: ids[0] if ids else None for member, ids in members.items()}
         advancing = rows
         if not batch.settle_late(tokens):
             advancing = [row for row in rows if batch.has(requests[row])]

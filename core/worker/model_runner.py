@@ -33,6 +33,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.process.executor import LateOutput
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
+from hardpoint.toolkit.batches.groups import combine_groups, copy_to_members
 from hardpoint.toolkit.kv_blocks.releases import StepWeights
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
@@ -262,7 +263,7 @@ class ModelRunner:
             output.prompt_logprobs = prompt_logprobs(step, self._device, logits_of)
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
-        samples = step.samples
+        samples, groups = step.samples, self._batch.groups
         if (skipped := output.faults.keys() | self._pooled) or self._failed:
             left_out = [r.request_id in skipped or r in self._failed for r in step.requests]
             samples = samples & ~np.array(left_out)
@@ -271,9 +272,9 @@ class ModelRunner:
             last = step.query_starts[1:][indices] - 1
             requests = [step.requests[index] for index in indices.tolist()]
             if plan.draft_token_ids:
-                self._verify(hidden, last.tolist(), requests, plan, output, bitmask)
+                self._verify(hidden, last.tolist(), requests, (plan, step), output, bitmask)
             else:
-                index = to_device(last, self._device)
+                index = to_device(groups.with_rows(requests, last, step), self._device)
                 late = self._choose(hidden, index, requests, output, bitmask, overlaps=overlaps)
                 if late is not None:
                     return late
@@ -333,7 +334,8 @@ class ModelRunner:
             follower = self._sampling.pipeline.followed_by(requests)
             output.waited_for = self.parts.reads_tokens or follower or ""
             overlaps = not output.waited_for
-        if overlaps and self._around_model is not None:  # the next step overwrites hidden states
+        if overlaps and (self._around_model is not None or self._batch.groups):
+            # The next step overwrites hidden states, and may have no groups.
             hidden, last = hidden[last], torch.arange(len(last), device=self._device)
         ids, copy, finish = self._sampling.launch(
             self._with_parts(self._logits(hidden, last), requests),
@@ -366,7 +368,7 @@ class ModelRunner:
         assert self._pending is not None
         plan, step, hidden, routed = self._pending
         for index, request in enumerate(step.requests):
-            if step.samples[index] and (token := tokens.get(request)) is not None:
+            if (token := tokens.get(request)) is not None:
                 step.token_ids[int(step.query_starts[index + 1]) - 1] = token
         hidden = self._forward(step, None, routed)
         if self.parts:
@@ -378,15 +380,16 @@ class ModelRunner:
         hidden: torch.Tensor,
         last: Sequence[int],
         requests: list[LogitsRequest],
-        plan: SchedulerOutput,
+        planned: tuple[SchedulerOutput, StepInput],
         output: ModelRunnerOutput,
         bitmask: GrammarBitmask | None,
     ) -> None:
         """Sample a token per draft, too, and append the accepted ones as `_choose` does."""
         assert self._sampling is not None
         assert self.parts.verifier is not None
-        drafts, chosen = planned_drafts(plan, requests, last)
+        drafts, chosen = planned_drafts(planned[0], requests, last)
         owners = [r for r, ids in zip(requests, drafts, strict=True) for _ in range(1 + len(ids))]
+        chosen = self._batch.groups.with_rows(owners, chosen, planned[1])
         index = to_device(chosen, self._device)
         rows = DraftRows(
             requests,
@@ -397,6 +400,9 @@ class ModelRunner:
         )
         accepted = self.parts.verifier.verify_drafts(rows, rows.defect)
         rows.keep(accepted, self._batch.append, output)
+        for member, tokens in copy_to_members(requests, output).items():
+            for token in tokens:
+                self._batch.append(member.request_id, token)
 
     def _new_logits(
         self, hidden: torch.Tensor, chosen: torch.Tensor, requests: Sequence[LogitsRequest]
@@ -406,6 +412,8 @@ class ModelRunner:
         return self._with_parts(logits, requests)
 
     def _with_parts(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
+        if len(logits) > len(requests):  # then come those of members
+            logits = combine_groups(logits, requests, self.parts.halves)
         return self.parts.logits(logits, requests) if self.parts else logits
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
@@ -452,10 +460,13 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
             generation=source.generation,
+            group=batch.groups.join(source),
         )
+        batch.groups.add(request)
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
-        batch.release_columns(request.request_id, new.released_columns)
+        if new.released_columns:
+            batch.release_columns(request.request_id, new.released_columns)
         if source.features:
             batch.add_spans(source)
         if source.pooling_params is not None:
@@ -484,6 +495,6 @@ class ModelRunner:
     def _compute_logits(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         if self._divides_logits:
             self._ranks.ask_for_logits(chosen)
-        if len(chosen) < len(hidden):
+        if len(chosen) < len(hidden) or self._batch.groups:  # members come last
             hidden = hidden[chosen]
         return self._calls.run("compute_logits", self.model.compute_logits, hidden)

@@ -48,6 +48,7 @@ Level = Mapping[str, Any]
 
 HERE = "support.broken.processors"
 PROCESSORS = [f"{HERE}:{name}" for name in ("Bias", "Counter", "Observer", "EndsAt")]
+PROCESSORS.append("support.plugins.grouped:Mixed")  # no processor, but for requests as these are
 EVICTING = "support.plugins.evicting:Window"
 OF_THE_BATCH = f"{HERE}:BatchBias"
 RANKS = {"executor": {"use": "multiproc"}}
@@ -170,6 +171,10 @@ REQUEST: dict[str, dict[str, Level]] = {
         "plugin": {"max_tokens": 30, "plugin_args": {"ends_at": {"tokens": 17}}},
     },
     "fork": {"none": {}, "half way": {}},
+    "group": {
+        "none": {},
+        "of three": {"plugin_args": {"mixed": {"prompts": ["ab", "a longer one"]}}},
+    },
 }
 ALL = ENGINE | REQUEST
 EXTRAS: dict[tuple[str, str], Level] = {
@@ -252,6 +257,17 @@ REFUSED = (
         )
     }
     | {(("turns", "two"), ("completions", "three")): "n: expected 1 in a conversation"}
+    | {
+        (("stores", "memory"), ("group", "of three")): (
+            r"members: expected none with a KV connector \(kv_connector.use\)"
+        ),
+        (("eviction", "window"), ("group", "of three")): (
+            "release_blocks: .*: members: expected none with released blocks"
+        ),
+        (("prompt", "with an image"), ("group", "of three")): (
+            "members: expected none of a request with media"
+        ),
+    }
     | {
         (("processor", "that observes"), ("fork", "half way")): (
             "resumed.observed_logprobs: expected one per output token, because logits processor 'ob"
@@ -788,6 +804,8 @@ def config_of(
     config = merged(config, *levels)
     if (row["model"], row["blocks"]) == ("with windows", "few"):
         config["kv_cache"]["num_blocks"] = 60  # three groups of layers share them
+    if row["blocks"] == "few" and row["group"] != "none":  # whose requests run together
+        config["kv_cache"]["num_blocks"] = 110 if row["model"] == "with windows" else 36
     if row["speculator"] in ("right", "wrong"):
         replies = {"replies": list(told(jobs, expected))}
         config = merged(config, {"plugin": {"scripted_speculator": replies}})

@@ -61,7 +61,33 @@ _ROWS = np.ones((2, 2), np.float32)
 _EMBEDDINGS = {"plugin": {"prompt_embeddings": {"enabled": True}}}
 _IMAGE = {"image": np.zeros((8, 8, 3), np.uint8)}
 
+_GROUPED = {"plugins": {"enable": [f"{HERE}.grouped:Mixed"]}}
+_GROUP = {"plugin_args": {"mixed": {"prompts": ["no"]}}}
+
 PAIRS = [
+    RefusedPair(
+        "a group of requests",
+        "a KV connector",
+        ("members", "kv_connector.use"),
+        _GROUPED | _STORES,
+        _GROUP,
+    ),
+    RefusedPair(
+        "a group of requests",
+        "a scheduler without `keeps_groups`",
+        ("members", "keeps_no_groups"),
+        _GROUPED | {"scheduler": {"use": f"{HERE}.drafted:KeepsNoGroups"}},
+        _GROUP,
+    ),
+    RefusedPair(
+        "a group of requests",
+        "images",
+        ("members", "media"),
+        {"plugins": {"enable": [f"{HERE}.grouped:Mixed"]}},
+        _GROUP,
+        images=True,
+        prompt={"prompt": "<start_of_image>", "multi_modal_data": _IMAGE},
+    ),
     RefusedPair(
         "a speculator",
         "a batch-level logits processor that does not declare `supports_drafts`",

@@ -24,7 +24,7 @@ class WriteWatch:
         """Watch nothing yet.
 
         Args:
-            transport: of the connection.
+            transport: transport of the connection.
             loop: runs the timer.
             seconds: time without reading after which the connection ends.
             is_writing: returns whether the answer still comes, and the client keeps up with it.

@@ -202,7 +202,9 @@ class DraftPlanner(
 
     def uses(self, request: EngineCoreRequest) -> bool:
         """Return whether a request may have drafts."""
-        return request.params.speculator != NONE and request.pooling_params is None
+        if request.pooling_params is not None or request.leader is not None:
+            return False
+        return request.params.speculator != NONE
 
     def gate(self, request: Request) -> None:
         """Keep the request, because its output grows."""

@@ -205,7 +205,11 @@ class InputProcessor:
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
         return request, cut.text, formats
 
-    def read(self, prompt: Prompt) -> GivenPrompt:
+    def open_members(self, request: EngineCoreRequest) -> None:
+        """Let step parts open the members of a request; one may refuse it."""
+        request.members = self._parts.members(request, self.read)
+
+    def read(self, prompt: Prompt | GivenPrompt) -> GivenPrompt:
         """Return a prompt with its tokens. May be called in any thread, one call at a time.
 
         Raises:
@@ -216,7 +220,7 @@ class InputProcessor:
             mapping: Mapping[Any, Any] = copied(prompt, "prompt")
             prompt, parsed = mapping, self._parts.read_prompt(mapping, self)
         if parsed is None:
-            parsed = read_prompt(prompt)
+            parsed = prompt if isinstance(prompt, GivenPrompt) else read_prompt(prompt)
         if parsed.token_ids is not None or parsed.text is None:
             token_ids = checked_ids(parsed.token_ids, self._model_config.vocab_size)
         else:

@@ -176,6 +176,8 @@ class Submitter:
         # Clocks of two processes do not compare, so the engine gets the time that is left.
         spent = self._clock() - arrived
         registered: list[str] = []
+        for child, _ in children:
+            self._input.open_members(child)
         try:
             for child, formats in children:
                 if child.timeout is not None:

@@ -53,6 +53,7 @@ class TestSelfSpeculation(SpeculatorSuite):
     speculator = SelfSpeculation
     options = {"num_layers": 1}
     budget_us_per_request = None  # it takes what the layers take
+    num_uses = 100
 
     def context(self):
         return {"open_model": FirstLayers}

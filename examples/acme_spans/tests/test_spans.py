@@ -61,10 +61,10 @@ def test_what_is_wrong_is_named(model):
 
 def test_summaries_are_summarized_until_one_is_left(tmp_path):
     replies = {"Summarize: aaaa\n": "a", "Summarize: bbbb\n": "b", "Summarize: cc\n": "c"}
-    folder = write_scripted_model(tmp_path, replies | {"Summarize: abc\n": "all"})
+    folder = write_scripted_model(tmp_path, replies | {"Summarize: abc\n": "ok"})
     tables = {"plugins": {"enable": ["digest"]}, "plugin": {"digest": {"size": 4, "max_tokens": 2}}}
     with LLM(config=scripted_config(folder, tables)) as llm:
-        assert llm.plugins.process({"text": "aaaabbbbcc"}) == Summary(summary="all", rounds=2)
+        assert llm.plugins.process({"text": "aaaabbbbcc"}) == Summary(summary="ok", rounds=2)
         with pytest.raises(RequestError, match="^data.text: missing"):
             llm.plugins.process({})
     with pytest.raises(ConfigError, match=r"plugin\.digest\.size: expected 128 to \d+ tokens"):

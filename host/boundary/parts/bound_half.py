@@ -355,6 +355,21 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
             raise self.wrong("verify_drafts", accepted, expected)
         return accepted
 
+    def combine(self, rows: Any, arguments: Mapping[str, Any]) -> Any:
+        """Return the combined logits of a request and its members, or a fault."""
+        form = form_of(rows[0])
+        try:
+            combined = self.run("combine", rows, arguments)
+            if form_of(combined) != form:
+                raise ValueError(f"expected {form}, got {form_of(combined)}")
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            self.state.log()
+            return RequestFault(
+                f"{self.source}: its combine() failed: {describe(cause)}", self.name
+            )
+        return combined
+
     def answer(self, message: bytes) -> tuple[str | None, bytes]:
         """Return None and the half's answer to a call, or kind and text of an error.
 

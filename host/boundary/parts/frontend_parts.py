@@ -43,6 +43,7 @@ from hardpoint.plugins.step_part.part import (
     PromptReader,
 )
 from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls, ToolCalls
+from hardpoint.toolkit.requests.groups import new_member
 
 from .bound_half import BoundHalf, OpenHalves, opener
 from .components import Components
@@ -134,6 +135,7 @@ class FrontendParts:
         self._formatting = [half for half in latest if half.overrides("output_format")]
         self._calling = [half for half in latest if half.overrides("prepare_calls")]
         self._preparing = [half for half in latest if half.overrides("prepare")]
+        self._opening = [half for half in latest if half.overrides("members")]
         self._validating = [half for half in halves if half.overrides("validate")]
         self._fields = SelectingFields(path for half in halves for path in half.for_fields)
 
@@ -313,6 +315,29 @@ class FrontendParts:
                 half.half.prepare_calls(request, calls)
             except BaseException as cause:
                 self._refuse(half, "prepare_calls", request.request_id, cause)
+
+    def members(
+        self, request: EngineCoreRequest, read: Callable[[GivenPrompt], GivenPrompt]
+    ) -> dict[str, list[EngineCoreRequest]]:
+        """Return the members that halves open for a request, by part; `read` tokenizes a prompt.
+
+        Raises:
+            RequestError: one refuses the request, or failed; or no part opens its members.
+        """
+        members: dict[str, list[EngineCoreRequest]] = {}
+        for half in self._opening:
+            arguments = request.plugin_args.get(f"step_parts/{half.name}")
+            if arguments is None and half.part.named_only:
+                continue
+            try:
+                prompts = half.half.members(request, arguments or {})
+                if opened := [new_member(read(prompt)) for prompt in prompts]:
+                    members[half.name] = opened
+            except BaseException as cause:
+                self._refuse(half, "members", request.request_id, cause)
+        if unknown := sorted(request.members.keys() - members.keys()):
+            raise RequestError(f"members: expected members of enabled parts, got {unknown}")
+        return members
 
     def validator_of(self, request: EngineCoreRequest) -> Validator | None:
         """Return the validator of the answer of a request, for as long as the request is live.

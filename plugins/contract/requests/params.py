@@ -335,6 +335,9 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         resumed: output so far of another engine, which this one continues; None of a new one.
         is_admitted: whether another engine has admitted it, so that no limit of waiting applies.
         generation: generation of the plugins that it finishes with; set by the frontend.
+        members: hidden requests that run together with it, by the step part that opened them; see
+            `FrontendHalf.members`. The engine sets their ids.
+        leader: id of the request that it is a member of; None of a request that callers see.
     """
 
     request_id: str
@@ -367,6 +370,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     resumed: ResumedOutputs | None = None
     is_admitted: bool = False
     generation: int = 0
+    members: dict[str, list[EngineCoreRequest]] = {}
+    leader: str | None = None
 
     @property
     def known_prompt_ids(self) -> list[int]:

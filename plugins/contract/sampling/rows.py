@@ -13,6 +13,8 @@ from hardpoint.plugins.requests.params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from hardpoint.plugins.requests.plan import RequestFault
+
 __all__ = [
     "Added",
     "BatchUpdate",
@@ -147,6 +149,7 @@ class LogitsRequest:
         draft_of: the request with the draft token that the row verifies; its `output_token_ids`
             then end with the drafts before it. None for other rows.
         generation: generation of the plugins that the request was admitted with.
+        group: the group of a request with members, and of these; None of any other.
     """
 
     request_id: str
@@ -161,6 +164,30 @@ class LogitsRequest:
     sampler_arguments: Any = None
     draft_of: LogitsRequest | None = None
     generation: int = 0
+    group: RowGroup | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RowGroup:
+    """A request in the batch with its members, which run in the same steps.
+
+    Attributes:
+        leader: id of the request.
+        parts: step parts that opened members; for each its name, its arguments of the request, and
+            the ids of the members.
+        requests: these requests by id, as far as they are in the batch.
+        fault: the fault of a part that was to combine logits; None without one.
+    """
+
+    leader: str
+    parts: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]] = ()
+    requests: dict[str, LogitsRequest] = field(default_factory=dict)
+    fault: RequestFault | None = None
+
+    @property
+    def members(self) -> list[LogitsRequest]:
+        """The members, in the order of the parts."""
+        return [self.requests[name] for _, _, names in self.parts for name in names]
 
 
 class Rows(Protocol[ArgumentsT_co, StateT_co]):

@@ -229,6 +229,13 @@ class Scheduler(Component):
     context: SchedulerContext
     limits_waiting_tokens: ClassVar[bool] = False
     """Whether it obeys `limits.max_waiting_tokens`; others reject the start with that limit."""
+    keeps_groups: ClassVar[bool] = False
+    """Whether it runs requests with members, which the engine rejects otherwise.
+
+    The last known tokens of a request and of all its members are in the same step, or in none; so
+    are their drafts, which are those of the request. Members get the tokens of their request, and
+    end, and are preempted, with it. They have no output, and only `live_request` returns them.
+    """
     releases_blocks: ClassVar[bool] = False
     """Whether its plans obey `Request.releases`; others reject a step part that releases blocks.
 

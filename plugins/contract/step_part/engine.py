@@ -177,7 +177,7 @@ class EngineHalfContext:
             The positions of the blocks; empty if the span has no whole block.
 
         Raises:
-            RequestError: a request with images or other media.
+            RequestError: a request with images or other media, or of a group.
             ValueError: a position that is out of range.
             RuntimeError: the part does not have `releases_blocks`.
         """
@@ -192,6 +192,8 @@ class EngineHalfContext:
             raise ValueError(f"{name}: span: expected positions from 0 to {at}, got {span}")
         if features := request.source.features:
             raise RequestError(f"{name}: expected a prompt without media, got {len(features)}")
+        if request.source.members or request.source.leader is not None:
+            raise RequestError(f"{name}: members: expected none with released blocks")
         size = self.block_size
         blocks = range(-(-span.start // size), span.stop // size)
         releases.add(blocks, at, size)

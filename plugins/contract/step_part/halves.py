@@ -230,6 +230,9 @@ class WorkerHalf:
     def logits(self, logits: torch.Tensor, request_ids: Sequence[str]) -> torch.Tensor | None:
         return None
 
+    def combine(self, logits: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        raise NotImplementedError
+
     def processed(
         self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]
     ) -> None: ...

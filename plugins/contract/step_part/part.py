@@ -264,6 +264,29 @@ class FrontendHalf:
             RequestError: it is rejected; names the field, its value and the expected one.
         """
 
+    def members(
+        self,
+        request: EngineCoreRequest,  # noqa: ARG002
+        arguments: Mapping[str, Any],  # noqa: ARG002
+    ) -> Sequence[GivenPrompt]:
+        """Return the prompts of hidden requests that run together with a new request.
+
+        Each gets the tokens of the request after its own prompt, and `ModelLogits.combine` of the
+        part gets the logits of all. Called after `prepare`, for each of `n` completions; of a part
+        with `named_only`, for requests with arguments for it.
+
+        Args:
+            request: checked and completed.
+            arguments: its arguments for the part, as plain data; empty if it gives none.
+
+        Returns:
+            A prompt for each member. `fields` may have `lora`, its adapter.
+
+        Raises:
+            RequestError: the request is rejected.
+        """
+        return ()
+
     def reads_answer(self, request: EngineCoreRequest) -> bool:  # noqa: ARG002
         """Return whether `validate` gets the answer of a request."""
         return False

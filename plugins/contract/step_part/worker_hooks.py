@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from hardpoint.plugins.model.forward import Forward
 from hardpoint.plugins.requests.plan import SchedulerOutput
@@ -106,9 +106,8 @@ class HiddenStates(Protocol):
 
 
 class ModelLogits(Protocol):
-    """Changes the logits of the model."""
+    """Changes the logits of the model, or combines the logits of a group."""
 
-    @abstractmethod
     def logits(self, logits: torch.Tensor, request_ids: Sequence[str]) -> torch.Tensor | None:
         """Return changed logits, before masks and logits processors; None leaves them.
 
@@ -116,6 +115,24 @@ class ModelLogits(Protocol):
             logits: float32 [rows, vocab_size].
             request_ids: request of each row; a request with drafts has one more row for each.
         """
+        return None
+
+    def combine(self, logits: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """Return the combined logits of a request and its members.
+
+        Called in the rank that samples, before `logits`, for each row of a request for which
+        `FrontendHalf.members` of the part opened members; needs no data of the engine's half. The
+        token sampled from the result is that of the request and of its members. A fault ends the
+        request, whatever the `fault_scope` of the part.
+
+        Args:
+            logits: float32 [1 + members, vocab_size]; the first row is the request's.
+            arguments: arguments of the request for the part, as plain data.
+
+        Returns:
+            [vocab_size].
+        """
+        raise NotImplementedError
 
 
 class DraftVerifier(Protocol):

@@ -32,6 +32,10 @@ BLOCKS = Rule(
     "blocks: each block is free or held, no request writes into another's blocks, none is leaked",
     "free a request's blocks exactly once, when it finishes or is preempted",
 )
+GROUPS = Rule(
+    "groups: the last tokens of a request and of its members are in the same step",
+    "schedule a request with all its members, or none of them; preempt and finish them together",
+)
 FINISH = Rule(
     "finish: each request finishes once, is reported to the workers once, and is then forgotten",
     "collect the ids finished since the last plan, put them into the next plan, start a new set",

@@ -15,6 +15,7 @@ from hardpoint.plugins.requests.releases import BlockReleases
 from hardpoint.testing.component_suite import ComponentSuite
 
 from .features import FEATURES, UnsupportedFeatures, find_unsupported
+from .groups import GroupRequest, check_groups, group_scenarios
 from .rules import REJECTION
 from .scenarios import EVENTS, Scenario, pause_scenarios, play, preemption_scenarios, scenarios
 from .simulator import SchedulerSimulator
@@ -153,6 +154,17 @@ class SchedulerSuite(ComponentSuite):
         events = ("pause_new", "pause_all", "resume", "abort", "advance", "reset_all")
         self._situation(150, always=("pauses",), sometimes=sometimes, events=events)
         self._situation(150, pause_scenarios(self._unsupported()))
+
+    def test_groups(self) -> None:
+        """Requests and their members compute their last tokens in the same steps."""
+        if not self.scheduler.keeps_groups:
+            pytest.skip("rejected: it does not keep groups of requests")
+        more: dict[str, Any] = {"options": self.options, "uses_policy": self.uses_policy}
+
+        def check(scenario: tuple[list[GroupRequest], dict[str, Any]]) -> None:
+            check_groups(self.scheduler, scenario, **more)
+
+        self._search(_RULE, 200, check, scenario=group_scenarios())
 
     def test_together(self) -> None:
         """All features and events are combined."""

@@ -37,12 +37,12 @@ class Half(Protocol):
 
 
 class Attention(Protocol):
-    """The attention backend of a model, with its layers; `states` are those of recurrent layers."""
+    """The attention backend of a model, its layers, and `states` of recurrent layers or None."""
 
     backend: AttentionBackend
     source: Source
     specs: Sequence[KVSpec]
-    group_of: Sequence[int]
+    group_of: tuple[int, ...]
     states: Any
 
 

@@ -6,23 +6,25 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hardpoint.errors import EngineClosedError
-from hardpoint.toolkit.reloading import open_watcher
-
-if TYPE_CHECKING:
-    from .plugins import AsyncPluginGroup, PluginGroup
+from hardpoint.toolkit.reloading import PluginWatcher, open_watcher
 
 __all__ = ["LoopChanges", "watching_plugins"]
 
 _POLL_SECONDS = 0.05
 
 
+class WatchedPlugins(Protocol):
+    """The plugins of an LLM or AsyncLLM."""
+
+    def watch(self, watcher: PluginWatcher) -> None:
+        """Replace plugins when a watcher reports that their files were saved."""
+
+
 @contextlib.contextmanager
-def watching_plugins(
-    *, enabled: bool
-) -> Iterator[Callable[[PluginGroup | AsyncPluginGroup], None]]:
+def watching_plugins(*, enabled: bool) -> Iterator[Callable[[WatchedPlugins], None]]:
     """Yield a function that starts to watch the files of plugins.
 
     Args:

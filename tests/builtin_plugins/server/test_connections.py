@@ -24,6 +24,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.connections import ServerConnection
+from hardpoint.builtin_plugins.server.operations.slow_readers import WriteWatch
 
 
 def answer_of(server, data):
@@ -491,7 +492,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_request_ended():
 def test_a_client_that_reads_slowly_gets_all(monkeypatch):
     text = " ".join(["word" * 20_000] * 150)
     engine = FakeEngine(text=text, delay=1e-4, config=configured(send_seconds=0.05))
-    check, checks, size, tail = vars(ServerConnection)["_check_writing"], [], 0, b""
+    check, checks, size, tail = vars(WriteWatch)["_check"], [], 0, b""
 
     def check_after_reading(self):
         """Let the client read a little before each of three checks; make no others."""
@@ -501,9 +502,9 @@ def test_a_client_that_reads_slowly_gets_all(monkeypatch):
         while self._unread() >= self._unsent:
             size += len(receive(connection, 2000))
         check(self)
-        checks.append(self.transport.is_closing())
+        checks.append(self._transport.is_closing())
 
-    monkeypatch.setattr(ServerConnection, "_check_writing", check_after_reading)
+    monkeypatch.setattr(WriteWatch, "_check", check_after_reading)
     with running(engine) as server:
         with slow_reader(server) as connection:
             wait_until(lambda: len(checks) == 3)

@@ -55,6 +55,8 @@ SCHEDULERS = [
     (broken.IgnoresReady, "grammars", "grammars", "are running, but their grammars are not ready"),
     (broken.HidesReleases, "releases", "releases", r"releases the columns \[\] of '.' before pos"),
     (broken.EncodesTooMuch, "encoder", "limits", "encoder tokens are scheduled in one step"),
+    (broken.SplitsGroups, "groups", "groups", "last known token of some of|has an output"),
+    (broken.ForgetsMembers, "groups", "groups", "at the end workers have"),
     (broken.ForgetsBegun, "forks", "batch", "with another source than it was added with"),
     (broken.SendsBegun, "forks", "tokens", "got the tokens .* after .*, alone it would get"),
     (broken.ForgetsLostPlans, "lost_plans", "(finish|batch)", "finished before st|preempted, but"),

@@ -410,6 +410,25 @@ class Limitless(Default, contract=2):
     limits_waiting_tokens = False
 
 
+class SplitsGroups(Default, contract=2):
+    """Runs members as requests of their own."""
+
+    def add_request(self, request):
+        for members in request.members.values():
+            for member in members:
+                super().add_request(member)
+        super().add_request(msgspec.structs.replace(request, members={}))
+
+
+class ForgetsMembers(Default, contract=2):
+    """Does not report the ends of members to workers."""
+
+    def schedule(self):
+        plan = super().schedule()
+        ended = frozenset(name for name in plan.finished_request_ids if "/" not in name)
+        return msgspec.structs.replace(plan, finished_request_ids=ended)
+
+
 class WithoutReleases(Default, contract=2):
     """Does not declare that it ends steps at releases."""
 

@@ -824,3 +824,26 @@ class UsesOtherFields(Good):
     @classmethod
     def request_fields(cls, config):
         return ["priority"]
+
+
+class _OpensMember(GoodRequests):
+    def members(self, request, arguments):
+        return [GivenPrompt(text="no")]
+
+
+class _CombinesRowsHalf(GoodWorkerHalf):
+    def combine(self, logits, arguments):
+        return logits
+
+
+class _CombinesByChanceHalf(GoodWorkerHalf):
+    def combine(self, logits, arguments):
+        return logits.mean(0) + logits.new_empty(1).normal_()
+
+
+class NeverCombines(Good):
+    Requests = _OpensMember
+
+
+CombinesRows, CombinesByChance = map(part_of_worker, (_CombinesRowsHalf, _CombinesByChanceHalf))
+CombinesRows.Requests = CombinesByChance.Requests = _OpensMember

@@ -12,6 +12,11 @@ class TakesNoDrafts(DefaultScheduler):
     update_drafts = Scheduler.update_drafts
 
 
+class KeepsNoGroups(DefaultScheduler):
+    contract = 2
+    keeps_groups = False
+
+
 class Strict(LogitsProcessor):
     """Fails after tokens that it was not told of: when it advances, applies, or chooses."""
 

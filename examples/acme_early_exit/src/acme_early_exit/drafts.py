@@ -117,6 +117,8 @@ class SelfSpeculation(Speculator):
         params = [requests[name].params for name in new]
         positions = [len(requests[name].output_token_ids) + len(drafts[name]) for name in new]
         greedy = [sampling.greedy for sampling in params]
+        if all(greedy):
+            return dict(zip(new, map(int, ops.argmax(logits).tolist()), strict=True))
         temperatures = [1.0 if sampling.greedy else sampling.temperature for sampling in params]
 
         def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:

@@ -68,7 +68,7 @@ class SnapKV(StepPart):
 
 
 class Observed(msgspec.Struct, array_like=True):
-    """The tokens of a request in a step whose attention weights are added up.
+    """Tokens of a request in a step, with attention weights to add up.
 
     Attributes:
         count: last tokens of the step.

@@ -80,13 +80,13 @@ class Digest(IOProcessor):
         self._tokenizer = context.tokenizer()
         self._before = self._tokenizer.encode(self.options.instruction)
         self._after = self._encoded(self.options.ending)
-        most = self.options.max_tokens
-        room = context.max_model_len - len(self._before) - len(self._after) - most
+        limit = self.options.max_tokens
+        room = context.max_model_len - len(self._before) - len(self._after) - limit
         self._size = self.options.size or min(context.max_model_len // 2, 256)
-        if not 2 * most <= self._size <= room:
+        if not 2 * limit <= self._size <= room:
             raise ConfigError(
-                f"plugin.{self.name}.size: expected {2 * most} to {room} tokens, two summaries "
-                f"of {most} or more, got {self._size}"
+                f"plugin.{self.name}.size: expected {2 * limit} to {room} tokens, two summaries "
+                f"of {limit} or more, got {self._size}"
             )
 
     def pre_process(self, request: Text) -> Prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import uuid
 from abc import ABC, abstractmethod
@@ -162,16 +163,13 @@ class AdaptedIOProcessor(AdaptedComponent, NativeProcessor):
         else:
             call = self.processor.pre_process
             prompts = _checked(lambda: call(prompt, request_id=request_id))
-        from hardpoint.vllm.inputs import is_one  # noqa: PLC0415 - it needs this package
-
         params = self._pooling_params()
-        return [(_plain_prompt(p), params) for p in ([prompts] if is_one(prompts) else prompts)]
+        is_single = _program_module("inputs").is_one(prompts)
+        return [(_plain_prompt(p), params) for p in ([prompts] if is_single else prompts)]
 
     def post_process(self, request: _Call, outputs: Sequence[Any]) -> Any:
         """Return the class's output, made of the model's tensors."""
-        from hardpoint.vllm.outputs import pooled  # noqa: PLC0415 - it needs this package
-
-        results = [pooled(output, "") for output in outputs]
+        results = [_program_module("outputs").pooled(output, "") for output in outputs]
         if is_overridden(self.target, "post_process_async"):
             call = self.processor.post_process_async
             return self._wait(call(_numbered(results), request_id=request.request_id))
@@ -192,12 +190,11 @@ class AdaptedIOProcessor(AdaptedComponent, NativeProcessor):
             loop.close()
 
     def _pooling_params(self) -> Any:
-        from hardpoint.vllm.params import PoolingParams  # noqa: PLC0415 - it needs this package
-
+        params_type = _program_module("params").PoolingParams
         name = next((name for name in _PARAMS if is_overridden(self.target, name)), None)
         params = None if name is None else getattr(self.processor, name)(None)
-        params = PoolingParams() if params is None else params
-        if not isinstance(params, PoolingParams):
+        params = params_type() if params is None else params
+        if not isinstance(params, params_type):
             raise TypeError(
                 f"{name}: expected PoolingParams, got {type(params).__name__}; IO processors run "
                 f"with pooling models"
@@ -229,6 +226,11 @@ class _LoopThread:
         self._thread.shutdown()
 
 
+def _program_module(name: str) -> Any:
+    """Return a module of `hardpoint.vllm`, which imports this package."""
+    return importlib.import_module(f"hardpoint.vllm.{name}")
+
+
 def _takes(call: Any, count: int) -> bool:
     try:
         inspect.signature(call).bind(*range(count))
@@ -252,9 +254,7 @@ def _checked(call: Callable[[], Any]) -> Any:
 
 
 def _plain_prompt(prompt: Any) -> Any:
-    from hardpoint.vllm.inputs import native_prompt  # noqa: PLC0415 - it needs this package
-
-    native, salt = native_prompt(prompt)
+    native, salt = _program_module("inputs").native_prompt(prompt)
     if salt is not None:
         raise RequestError("cache_salt: expected none in a prompt of an IO processor")
     return dict(native) if isinstance(native, Mapping) else native

@@ -267,7 +267,7 @@ _LOGGERS = {
     "AggregateStatLoggerBase": AggregateStatLoggerBase,
     "StatLoggerFactory": Callable[[Any, int], StatLoggerBase],
 }
-_STATS = dict.fromkeys(
+_STATS: dict[str, Any] = dict.fromkeys(
     (
         "SchedulerStats",
         "IterationStats",

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from msgspec import structs
 
+from hardpoint.host.boundary.parts.hooks import FRONTEND_HOOKS, WORKER_HOOKS
 from hardpoint.plugins import (
     EngineCoreRequest,
     ReasoningMarkers,
@@ -57,6 +58,7 @@ from .frontend import (
     check_prepare,
     check_prompt,
 )
+from .groups import OPENED, check_group
 from .media import PLACED, MediaPrompt, check_media, check_taken, prompt_of
 from .session import RequestScript, StepPartSession, with_id, without_features
 
@@ -197,6 +199,31 @@ class StepPartSuite(StepPartHalves):
         text = f"{FRONTEND.text}; {FORMATS.text}; {ANSWERS.text}"
         answers = st.text(max_size=8) | st.sampled_from(["{}", "[1", '"a"', "null"])
         self._search(text, 60, check, request=requests, reasoning=markers, answer=answers)
+
+    def test_groups(self) -> None:
+        """`members` gives prompts, the same for equal requests, and `combine` of the worker half
+        the logits of one row from theirs. Skipped if the frontend half has no `members`.
+        """
+        part, frontend = self._build_frontend_half()
+        worker_part, worker = self._build_worker_half(self.loaded())
+        try:
+            if frontend is None or not FRONTEND_HOOKS.implemented(frontend) & {"members"}:
+                pytest.skip("the frontend half has no members")
+            combines = worker is not None and "combine" in WORKER_HOOKS.implemented(worker)
+            key = f"step_parts/{self._name()}"
+
+            def check(request: EngineCoreRequest) -> None:
+                arguments = request.plugin_args.get(key)
+                if arguments is not None or not self.part.named_only:
+                    halves = frontend, worker if combines else None
+                    check_group(halves, request, arguments or {}, self.vocab_size)
+
+            requests = self.requests().map(lambda drawn: structs.replace(drawn, request_id="r0"))
+            self._search(OPENED.text, 40, check, request=requests)
+        finally:
+            for closed in (frontend, worker, worker_part, part):
+                if closed is not None:
+                    call(CLOSE, closed.close)
 
     def test_prompts(self) -> None:
         """`read_prompt` returns ids and fields of each of `prompts` and `media`, and `prepare`

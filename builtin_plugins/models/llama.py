@@ -290,7 +290,8 @@ class Llama(Model):
             rope = self._ropes[number]
             turns = None if rope is None else angles[rope]
             delta = self.mix(index, self._add(layer.input_norm, x, delta), turns, batch)
-            x = self.needed_rows(index, x, batch)
+            if batch.needed is not None:
+                x = self.needed_rows(index, x, batch)
             if layer.attention_output_norm is not None:
                 delta = layer.attention_output_norm(delta)
             if added is not None:
@@ -334,7 +335,9 @@ class Llama(Model):
         layer, rope = self._decoder_layers[index], self._ropes[self._my_layers[index]]
         q, k, v = self._project(layer, h, rope)
         attended = batch.attend(index, q, k, v, angles)
-        return self._output(layer, self.needed_rows(index, attended, batch))
+        if batch.needed is not None:
+            attended = self.needed_rows(index, attended, batch)
+        return self._output(layer, attended)
 
     def needed_rows(self, index: int, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Return x [tokens, ...] of the tokens that a layer needs after its attention."""

@@ -170,9 +170,9 @@ class ModelRunner:
     def _needed(self, step: StepInput) -> torch.Tensor | None:
         if len(step.token_ids) == len(step.requests):
             return None
-        params = [request.params for request in step.requests]
-        if any(p.prompt_logprobs is not None or p.routed_experts for p in params):
-            return None
+        for request in step.requests:
+            if request.params.prompt_logprobs is not None or request.params.routed_experts:
+                return None
         last = step.query_starts[1:] - 1
         return to_device(last[step.samples] if step.samples.any() else last[:1], self._device)
 

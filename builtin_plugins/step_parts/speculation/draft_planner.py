@@ -88,23 +88,27 @@ class RequestRate(AcceptanceRate):
 
     Attributes:
         run: latest outcomes that are equal: positive if accepted, negative if rejected.
+        before_run: mean before these.
         is_own: whether the rate has started again, so that the rate of all requests does not count.
     """
 
     memory: float = _MEMORY
     run: int = 0
+    before_run: float = 0.5
     is_own: bool = False
 
     def add(self, verified: int, accepted: int) -> None:
         """Add the outcome of a step; start again if the latest outcomes are unlikely."""
-        before = self.mean
+        before, earlier = self.mean, self.run
         super().add(verified, accepted)
         if accepted:
             self.run = max(self.run, 0) + accepted
         if accepted < verified:
             self.run = min(self.run, 0) - 1
         count = abs(self.run)
-        probability = before if self.run > 0 else 1.0 - before
+        if self.run * earlier <= 0 or count <= abs(earlier):
+            self.before_run = before
+        probability = self.before_run if self.run > 0 else 1.0 - self.before_run
         if 1 < count < self.tried and probability**count < _RESTART:
             self.accepted, self.tried, self.is_own = float(max(self.run, 0)), float(count), True
 

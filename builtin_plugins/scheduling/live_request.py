@@ -33,6 +33,7 @@ class SchedulerRequest(Request):
         max_total_tokens: number of prompt and output tokens at which it ends.
         queue_key: while it is in the waiting queue, the policy's key.
         members: requests that run together with it.
+        num_group_prompt_tokens: length of its prompt and of the prompts of its members.
         leader: the request that it is a member of; None of others.
         num_sent_blocks: blocks per KV cache group, of a request of a group, that
             workers know; 0 while they do not have the request.
@@ -52,6 +53,7 @@ class SchedulerRequest(Request):
         "max_total_tokens",
         "members",
         "num_external_tokens",
+        "num_group_prompt_tokens",
         "num_loading_tokens",
         "num_sent_blocks",
         "prefill_reported",
@@ -79,15 +81,16 @@ class SchedulerRequest(Request):
         self._repetition = params.repetition_detection
         self.leader: SchedulerRequest | None = None
         self.num_sent_blocks = 0
-        self.members = tuple(
-            SchedulerRequest(member, order, max_model_len)
-            for members in source.members.values()
-            for member in members
-        )
-        for member in self.members:
-            member.leader = self
-            room = max_model_len - member.num_prompt_tokens
-            self.max_total_tokens = min(self.max_total_tokens, self.num_prompt_tokens + room)
+        self.members: list[SchedulerRequest] = []
+        self.num_group_prompt_tokens = self.num_prompt_tokens
+        for members in source.members.values():
+            for member_source in members:
+                member = SchedulerRequest(member_source, order, max_model_len)
+                member.leader = self
+                self.members.append(member)
+                self.num_group_prompt_tokens += member.num_prompt_tokens
+                room = max_model_len - member.num_prompt_tokens
+                self.max_total_tokens = min(self.max_total_tokens, self.num_prompt_tokens + room)
         self.is_plain = not (self.members or self.features)
 
     @property

@@ -106,7 +106,7 @@ def _recompute(
     tracker: RequestTracker, planned: PlannedStep, request: SchedulerRequest, now: float
 ) -> None:
     before = planned.certain_before()
-    for item in request.group:
+    for item in (request, *request.members):
         tracker.uncache_from(item, before[item.request_id])
     tracker.preempt(request, now)
 

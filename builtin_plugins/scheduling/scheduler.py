@@ -97,13 +97,13 @@ class DefaultScheduler(Scheduler):
         tracker, limits = self._tracker, self._limits
         live = SchedulerRequest(request, self._num_added, limits.max_model_len)
         if not request.is_admitted:
-            self._check_waiting(sum(item.num_prompt_tokens for item in live.group))
+            self._check_waiting(live.num_group_prompt_tokens)
         if request.request_id in tracker.pending_free:
             raise RequestError(
                 f"request_id: {request.request_id!r} ended, but its KV blocks are still being "
                 "moved; expected another id"
             )
-        for item in live.group:
+        for item in (live, *live.members):
             self._check_fits(item)
         if live.members:
             check_group(tracker, live)
@@ -247,8 +247,9 @@ class DefaultScheduler(Scheduler):
         if (request := self._tracker.requests.get(request_id)) is not None:
             return request
         leader = self._tracker.leaders.get(request_id)
-        members = () if leader is None else leader.members
-        return next((item for item in members if item.request_id == request_id), None)
+        if leader is None:
+            return None
+        return next(item for item in leader.members if item.request_id == request_id)
 
     def why_waiting(self, request_id: str) -> WaitReason | None:
         """Return why a live request got no tokens in the last step; None if it got some.

@@ -88,13 +88,14 @@ class RequestTracker:
         gates = self.context.gates
         if "added" in self.policy_hooks:
             self.policy.added(request)
-        if gates is not None and any(map(gates.holds, request.group)):
+        if gates is not None and any(map(gates.holds, (request, *request.members))):
             self.blocked[request.request_id] = request
         else:
             self.waiting.push(request)
         self.requests[request.request_id] = request
-        self.leaders |= {member.request_id: request for member in request.members}
-        self._num_prompt_tokens += sum(item.num_prompt_tokens for item in request.group)
+        for member in request.members:
+            self.leaders[member.request_id] = request
+        self._num_prompt_tokens += request.num_group_prompt_tokens
         if (deadline := request.deadline) is not None:
             entry = (deadline, request.order, request.request_id)
             heapq.heappush(self._deadlines, entry)
@@ -119,7 +120,7 @@ class RequestTracker:
         """Move a request into `running`; the caller removes it from the queue."""
         self.loaded.pop(request.request_id, None)
         self.running[request.request_id] = request
-        for item in request.group:
+        for item in (request, *request.members):
             item.status = RequestStatus.RUNNING
             self.num_rows += 1
             if self.context.gates is not None:
@@ -136,7 +137,7 @@ class RequestTracker:
     def preempt(self, request: SchedulerRequest, now: float) -> None:
         """Free a running request's blocks and move it into `waiting`."""
         self._remove_running(request)
-        for item in request.group:
+        for item in (request, *request.members):
             item.status = RequestStatus.PREEMPTED
             item.num_preemptions += 1
             self.unreported_preempted.add(item.request_id)
@@ -156,7 +157,7 @@ class RequestTracker:
 
     def reset_progress(self, request: SchedulerRequest) -> None:
         """Free a request's blocks and drop all computed state; it is computed again."""
-        for item in request.group:
+        for item in (request, *request.members):
             self.cache.free(item)
             if self.context.encoder_cache is not None:
                 self.context.encoder_cache.free(item)
@@ -196,8 +197,8 @@ class RequestTracker:
             self.waiting.remove(request)
             self.loaded.pop(request_id, None)
         del self.requests[request_id]
-        for item in request.group:
-            self._num_prompt_tokens -= item.num_prompt_tokens
+        self._num_prompt_tokens -= request.num_group_prompt_tokens
+        for item in (request, *request.members):
             self.unreported_finished.add(item.request_id)
             item.status = RequestStatus.FINISHED
         for member in request.members:
@@ -320,7 +321,7 @@ class RequestTracker:
 
     def _remove_running(self, request: SchedulerRequest) -> None:
         del self.running[request.request_id]
-        for item in request.group:
+        for item in (request, *request.members):
             self.num_rows -= 1
             if self.context.gates is not None:
                 self.context.gates.release(item)

@@ -97,7 +97,8 @@ class EngineCore(EngineUtilities):
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
         self._settings.begin()
         try:
-            complete_members(request, self._scheduler, self._parts.scheduler_label)
+            if request.members:
+                complete_members(request, self._scheduler, self._parts.scheduler_label)
             self._add(request)
         finally:
             self._settings.end()
@@ -123,7 +124,7 @@ class EngineCore(EngineUtilities):
     def _add(self, request: EngineCoreRequest) -> None:
         num_before = self._scheduler.num_unfinished_requests()
         try:
-            for member in members_of(request):
+            for member in members_of(request) if request.members else ():
                 self._parts.step_parts.add(member)
             self._scheduler.add_request(self._parts.step_parts.add(request))
             if self._scheduler.num_unfinished_requests() <= num_before:

@@ -154,7 +154,9 @@ class BlockManager:
         if not self._uses_cache(request):
             return _NO_PREFIX
         size = self.block_size
-        if not (limit := (request.num_plain_tokens - 1) // size):  # a step ends at each release
+        releases = request.releases  # a step ends at each
+        plain = request.num_tokens if releases is None else request.num_plain_tokens
+        if not (limit := (plain - 1) // size):
             return _NO_PREFIX
         hashes = self._hashes.of(request, limit)
         length, tables = _longest_prefix(self.groups, self.pool.index, hashes, limit, size)

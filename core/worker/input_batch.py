@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +57,24 @@ class StepInput:
     packed: PackedStep | None = None
     token_types: torch.Tensor | None = None
     needed: torch.Tensor | None = None
+
+    def read_tokens(self, device: torch.device) -> torch.Tensor | None:
+        """Return the tokens whose hidden states are read, for `needed`; None if all may be."""
+        if len(self.token_ids) == len(self.requests):
+            return None
+        for request in self.requests:
+            if request.params.prompt_logprobs is not None or request.params.routed_experts:
+                return None
+        last = self.query_starts[1:] - 1
+        return to_device(last[self.samples] if self.samples.any() else last[:1], device)
+
+    def samples_without(
+        self, request_ids: Collection[str], requests: Collection[LogitsRequest]
+    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return `samples` without these ids and without these requests."""
+        samples = self.samples.copy()
+        samples[[r.request_id in request_ids or r in requests for r in self.requests]] = False
+        return samples
 
     def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
         """Return the experts of the tokens of each request that asks for them."""
@@ -190,7 +208,7 @@ class InputBatch:
         # The smaller one is walked: most of a hundred thousand that ended may never have run. The
         # operator & of keys and a frozenset walks the set.
         known = self._row_of
-        if self.groups:
+        if self.groups.by_leader:
             self.groups.remove(request_ids)
         fewer = request_ids if len(request_ids) < len(known) else known
         for request_id in [name for name in fewer if name in request_ids and name in known]:
@@ -252,7 +270,9 @@ class InputBatch:
         Args:
             ids: int64 [requests].
         """
-        requests, at = self.groups.with_members(requests)
+        at: Sequence[int] = range(len(requests))
+        if self.groups.by_leader:
+            requests, at = self.groups.with_members(requests)
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         self._token_ids[rows, self._num_tokens[rows]] = -1  # no model takes it for a token
         self._num_tokens[rows] += 1
@@ -366,7 +386,7 @@ class InputBatch:
             attention=attention,
             query_starts=query_starts,
             starts=starts,
-            samples=(computed == ends) & self.groups.shown(requests),
+            samples=computed == ends,
             packed=packed,
             token_types=self._token_types(row_of, positions, device) if self._has_types else None,
         )

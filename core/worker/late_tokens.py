@@ -52,7 +52,7 @@ class LateTokens:
             output.sampled_token_ids[request.request_id] = [token]
             if row in sampled.logprobs:
                 output.logprobs[request.request_id] = [sampled.logprobs[row]]
-        if batch.groups:
+        if batch.groups.by_leader:
             members = copy_to_members(requests, output)
             tokens |= {member: ids[0] if ids else None for member, ids in members.items()}
         advancing = rows

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hardpoint.core.worker.sampling.draft_rows import DraftRows, planned_drafts
@@ -154,7 +153,7 @@ class ModelRunner:
         if self._are_many:
             before = self._ranks.receive_hidden(self.model.empty_hidden(len(step.token_ids)))
         elif not (has_parts or plan.draft_token_ids or self._ranks.parallel.engines.size > 1):
-            step.needed = self._needed(step)
+            step.needed = step.read_tokens(self._device)
         routed = self._receive_experts(step) if self._has_experts else None
         hidden = self._forward(step, before, routed)
         if has_parts:
@@ -166,15 +165,6 @@ class ModelRunner:
                 self._ranks.send_hidden(routed)
         self._pending = (plan, step, hidden, routed)
         return None
-
-    def _needed(self, step: StepInput) -> torch.Tensor | None:
-        if len(step.token_ids) == len(step.requests):
-            return None
-        for request in step.requests:
-            if request.params.prompt_logprobs is not None or request.params.routed_experts:
-                return None
-        last = step.query_starts[1:] - 1
-        return to_device(last[step.samples] if step.samples.any() else last[:1], self._device)
 
     def _forward(
         self,
@@ -263,10 +253,10 @@ class ModelRunner:
             output.prompt_logprobs = prompt_logprobs(step, self._device, logits_of)
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
-        samples, groups = step.samples, self._batch.groups
-        if (skipped := output.faults.keys() | self._pooled) or self._failed:
-            left_out = [r.request_id in skipped or r in self._failed for r in step.requests]
-            samples = samples & ~np.array(left_out)
+        batch, samples, failed = self._batch, step.samples, self._failed
+        groups = batch.groups
+        if (skipped := output.faults.keys() | self._pooled) or failed or groups.by_leader:
+            samples = step.samples_without(skipped, failed | groups.members)
             self._failed = set()
         if len(indices := samples.nonzero()[0]):
             last = step.query_starts[1:][indices] - 1
@@ -274,8 +264,13 @@ class ModelRunner:
             if plan.draft_token_ids:
                 self._verify(hidden, last.tolist(), requests, (plan, step), output, bitmask)
             else:
-                index = to_device(groups.with_rows(requests, last, step), self._device)
-                late = self._choose(hidden, index, requests, output, bitmask, overlaps=overlaps)
+                rows = groups.with_rows(requests, last, step) if groups.by_leader else last
+                read = None if groups.by_leader else step.needed
+                is_read = read is not None and len(read) == len(rows)
+                index = read if read is not None and is_read else to_device(rows, self._device)
+                late = self._choose(
+                    batch, hidden, index, requests, output, bitmask, overlaps=overlaps
+                )
                 if late is not None:
                     return late
         if self._divides_logits:
@@ -314,6 +309,7 @@ class ModelRunner:
 
     def _choose(
         self,
+        batch: InputBatch,
         hidden: torch.Tensor,
         last: torch.Tensor,
         requests: list[LogitsRequest],
@@ -334,7 +330,7 @@ class ModelRunner:
             follower = self._sampling.pipeline.followed_by(requests)
             output.waited_for = self.parts.reads_tokens or follower or ""
             overlaps = not output.waited_for
-        if overlaps and (self._around_model is not None or self._batch.groups):
+        if overlaps and (self._around_model is not None or batch.groups.by_leader):
             # The next step overwrites hidden states, and may have no groups.
             hidden, last = hidden[last], torch.arange(len(last), device=self._device)
         ids, copy, finish = self._sampling.launch(
@@ -343,7 +339,7 @@ class ModelRunner:
             lambda: self._new_logits(hidden, last, requests),
             None if bitmask is None else GrammarMask(bitmask, requests, self.ops),
         )
-        self._batch.append_late(requests, ids)
+        batch.append_late(requests, ids)
         late = LateTokens(requests, output, ids, finish)
         if not overlaps:
             self._finish(late)
@@ -389,7 +385,8 @@ class ModelRunner:
         assert self.parts.verifier is not None
         drafts, chosen = planned_drafts(planned[0], requests, last)
         owners = [r for r, ids in zip(requests, drafts, strict=True) for _ in range(1 + len(ids))]
-        chosen = self._batch.groups.with_rows(owners, chosen, planned[1])
+        if self._batch.groups.by_leader:
+            chosen = self._batch.groups.with_rows(owners, chosen, planned[1])
         index = to_device(chosen, self._device)
         rows = DraftRows(
             requests,
@@ -449,6 +446,7 @@ class ModelRunner:
             if source.plugin_args or self._sampling.states_key:
                 converted = self._sampling.arguments_of(source)
         arguments, sampler_arguments, end = converted
+        is_grouped = bool(source.members) or source.leader is not None
         request = LogitsRequest(
             request_id=source.request_id,
             prompt_token_ids=ReadOnlyList(source.known_prompt_ids),
@@ -460,9 +458,10 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
             generation=source.generation,
-            group=batch.groups.join(source),
+            group=batch.groups.join(source) if is_grouped else None,
         )
-        batch.groups.add(request)
+        if is_grouped:
+            batch.groups.add(request)
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
         if new.released_columns:
@@ -495,6 +494,6 @@ class ModelRunner:
     def _compute_logits(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         if self._divides_logits:
             self._ranks.ask_for_logits(chosen)
-        if len(chosen) < len(hidden) or self._batch.groups:  # members come last
+        if len(chosen) < len(hidden) or self._batch.groups.by_leader:  # members come last
             hidden = hidden[chosen]
         return self._calls.run("compute_logits", self.model.compute_logits, hidden)

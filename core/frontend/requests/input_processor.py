@@ -133,7 +133,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._in_process = in_process
         self._share_params = share_params
-        self._arguments, self._parts = arguments, parts
+        self._arguments, self.parts = arguments, parts
         eos = {*model_config.eos_token_ids, *tokenizer.eos_token_ids}
         self._eos_token_ids = tuple(sorted(eos))
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -205,10 +205,6 @@ class InputProcessor:
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
         return request, cut.text, formats
 
-    def open_members(self, request: EngineCoreRequest) -> None:
-        """Let step parts open the members of a request; one may refuse it."""
-        request.members = self._parts.members(request, self.read)
-
     def read(self, prompt: Prompt | GivenPrompt) -> GivenPrompt:
         """Return a prompt with its tokens. May be called in any thread, one call at a time.
 
@@ -218,7 +214,7 @@ class InputProcessor:
         parsed: GivenPrompt | None = None
         if isinstance(prompt, Mapping):
             mapping: Mapping[Any, Any] = copied(prompt, "prompt")
-            prompt, parsed = mapping, self._parts.read_prompt(mapping, self)
+            prompt, parsed = mapping, self.parts.read_prompt(mapping, self)
         if parsed is None:
             parsed = prompt if isinstance(prompt, GivenPrompt) else read_prompt(prompt)
         if parsed.token_ids is not None or parsed.text is None:
@@ -238,7 +234,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             mapping: Mapping[Any, Any] = copied(prompt, "prompt")
             prompt = mapping
-            if self._parts.reads_prompt(mapping):
+            if self.parts.reads_prompt(mapping):
                 texts = (value if isinstance(value, str) else None for value in mapping.values())
                 return 1 + sum(_LONG_TEXT if text is None else len(text) for text in texts)
         parsed = read_prompt(prompt)

@@ -177,7 +177,8 @@ class Submitter:
         spent = self._clock() - arrived
         registered: list[str] = []
         for child, _ in children:
-            self._input.open_members(child)
+            if child.members or self._input.parts.opening:
+                child.members = self._input.parts.members(child, self._input.read)
         try:
             for child, formats in children:
                 if child.timeout is not None:

@@ -86,6 +86,7 @@ class FrontendParts:
     Attributes:
         media_tokens: media tokens of all halves, see `FrontendHalf`.
         observers: observers of all halves.
+        opening: halves that open members of requests.
         faults: counts the faults of observers, and of components that halves drive.
         open: opens the halves of further parts.
     """
@@ -135,7 +136,7 @@ class FrontendParts:
         self._formatting = [half for half in latest if half.overrides("output_format")]
         self._calling = [half for half in latest if half.overrides("prepare_calls")]
         self._preparing = [half for half in latest if half.overrides("prepare")]
-        self._opening = [half for half in latest if half.overrides("members")]
+        self.opening = [half for half in latest if half.overrides("members")]
         self._validating = [half for half in halves if half.overrides("validate")]
         self._fields = SelectingFields(path for half in halves for path in half.for_fields)
 
@@ -325,7 +326,7 @@ class FrontendParts:
             RequestError: one refuses the request, or failed; or no part opens its members.
         """
         members: dict[str, list[EngineCoreRequest]] = {}
-        for half in self._opening:
+        for half in self.opening:
             arguments = request.plugin_args.get(f"step_parts/{half.name}")
             if arguments is None and half.part.named_only:
                 continue

@@ -250,10 +250,10 @@ class GroupSimulator(SimulatorState):
         cached = plan.cached_requests
         for name, computed in zip(cached.request_ids, cached.num_computed_tokens, strict=True):
             self._rows[name].computed = computed
-        for new in plan.new_requests:
-            tokens = [*new.source.prompt_token_ids, *new.output_token_ids]
-            tables = [list(table) for table in new.block_ids]
-            self._rows[new.source.request_id] = _Row(tokens, new.num_computed_tokens, tables)
+        for added in plan.new_requests:
+            tokens = [*added.source.prompt_token_ids, *added.output_token_ids]
+            tables = [list(table) for table in added.block_ids]
+            self._rows[added.source.request_id] = _Row(tokens, added.num_computed_tokens, tables)
         if len(self._rows) > self.limits.max_num_seqs:
             raise GROUPS.violation(
                 f"workers have {len(self._rows)} requests and members, max_num_seqs is "

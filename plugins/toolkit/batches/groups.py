@@ -45,25 +45,21 @@ class PlannedRows(Protocol):
 
 
 class RowGroups:
-    """The groups of the requests in a batch; false without any.
+    """The groups of the requests in a batch. Without any, a step calls none of its methods.
 
     Attributes:
+        by_leader: the groups, by the id of their leader.
         members: the members of all groups.
     """
 
     def __init__(self) -> None:
         self.members: set[LogitsRequest] = set()
-        self._groups: dict[str, RowGroup] = {}
+        self.by_leader: dict[str, RowGroup] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
-    def join(self, source: EngineCoreRequest) -> RowGroup | None:
-        """Return the group of a request that is added to the batch; None of one without."""
-        if not source.members and source.leader is None:
-            return None
+    def join(self, source: EngineCoreRequest) -> RowGroup:
+        """Return the group of a leader or a member that is added to the batch."""
         leader = source.leader or source.request_id
-        group = self._groups.setdefault(leader, RowGroup(leader))
+        group = self.by_leader.setdefault(leader, RowGroup(leader))
         if source.members:
             arguments = source.plugin_args
             group.parts = [
@@ -77,27 +73,26 @@ class RowGroups:
         return group
 
     def add(self, request: LogitsRequest) -> None:
-        """Add a request to its group, if it has one."""
-        if (group := request.group) is not None:
-            group.requests[request.request_id] = request
-            if request.request_id != group.leader:
-                self.members.add(request)
+        """Add a request to its group."""
+        group = request.group
+        assert group is not None
+        group.requests[request.request_id] = request
+        if request.request_id != group.leader:
+            self.members.add(request)
 
     def remove(self, request_ids: Collection[str]) -> None:
         """Forget the groups of requests that left the batch; skip other requests."""
-        for name in self._groups.keys() & request_ids:
-            self.members.difference_update(self._groups.pop(name).requests.values())
+        for name in self.by_leader.keys() & request_ids:
+            self.members.difference_update(self.by_leader.pop(name).requests.values())
 
-    def shown(self, requests: Sequence[LogitsRequest]) -> bool | list[bool]:
-        """Return whether each request is no member; True if none is."""
-        return not self._groups or [request not in self.members for request in requests]
+    def shown(self, requests: Sequence[LogitsRequest]) -> list[bool]:
+        """Return whether each request is not a member."""
+        return [request not in self.members for request in requests]
 
     def with_members(
         self, requests: Sequence[LogitsRequest]
     ) -> tuple[Sequence[LogitsRequest], Sequence[int]]:
         """Return requests, then the members of each, and the index of the request of each."""
-        if not self._groups:
-            return requests, range(len(requests))
         pairs = [
             (member, index)
             for index, request in enumerate(requests)
@@ -117,8 +112,6 @@ class RowGroups:
         Raises:
             PluginContractError: the scheduler has planned a request without its members.
         """
-        if not self._groups:
-            return rows
         names = [request.request_id for request in step.requests]
         ends = dict(zip(names, step.query_starts[1:].tolist(), strict=True))
         try:

@@ -71,8 +71,6 @@ def complete_members(request: EngineCoreRequest, scheduler: Scheduler, label: st
     Raises:
         RequestError: the scheduler does not keep groups.
     """
-    if not request.members:
-        return
     if not scheduler.keeps_groups:
         raise RequestError(
             f"members: expected none, because {label} does not run a request and its members in "

@@ -61,7 +61,8 @@ class GuidedLogits(ModelLogits):
     def combine(self, logits: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Return the guided log-probabilities."""
         positive, negative = logits.log_softmax(-1)
-        return negative + arguments["scale"] * (positive - negative)
+        scale: float = arguments["scale"]
+        return negative + scale * (positive - negative)
 
 
 class Contrast(StepPart):
@@ -109,5 +110,6 @@ class ContrastedLogits(ModelLogits):
         """Return the contrasted log-probabilities."""
         expert, amateur = logits.log_softmax(-1)
         limit = expert.max() + math.log(arguments["alpha"])
-        combined = (1 + arguments["beta"]) * expert - arguments["beta"] * amateur
+        beta: float = arguments["beta"]
+        combined = (1 + beta) * expert - beta * amateur
         return combined.masked_fill(expert < limit, float("-inf"))

@@ -37,6 +37,9 @@ SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
 SMALL_MODULES = {
+    "hardpoint.host.registry.backends": "the choice by device, apart from the loaded set",
+    "hardpoint.testing.running.step_parts.groups": "one rule of a suite, as its siblings",
+    "hardpoint.toolkit.batches.table_columns": "arrays of rows, beside the batch of requests",
     "hardpoint.builtin_plugins.batch_routes.answer_files": "files of answers, beside a batch's run",
     "hardpoint.builtin_plugins.commands.setup.template": "a generated file, beside the command",
     "hardpoint.process.start_budget": "a watch in a thread, beside the construction of engines",

@@ -78,7 +78,7 @@ def num_batches(config: EngineConfig) -> int:
 def _with_overlap(
     config: EngineConfig, device: torch.device, plugins: PluginSet
 ) -> tuple[EngineConfig, Sequence[str]]:
-    """Return the configuration with `scheduler.asynchronous` resolved, and what prevents "auto"."""
+    """Return the configuration with `scheduler.asynchronous` resolved, and the obstacles."""
     scheduler, parallel = config.scheduler, config.parallel
     if scheduler.asynchronous != "auto":
         return config, ()

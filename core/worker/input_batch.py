@@ -59,7 +59,7 @@ class StepInput:
     needed: torch.Tensor | None = None
 
     def read_tokens(self, device: torch.device) -> torch.Tensor | None:
-        """Return the tokens whose hidden states are read, for `needed`; None if all may be."""
+        """Return the rows of hidden states to read, for `needed`; None for all."""
         if len(self.token_ids) == len(self.requests):
             return None
         for request in self.requests:

@@ -29,7 +29,7 @@ BLOCK_SIZE = 4
 
 
 def config_with(model, folder, name="FolderConnector", **extra):
-    """Return a configuration whose engine keeps blocks in a folder."""
+    """Return a configuration of an engine that stores blocks in a folder."""
     folder.mkdir(exist_ok=True)
     options = {"extra_config": {"path": str(folder)}}
     plugin = {snake_case(name): options}

@@ -156,7 +156,7 @@ class Done(KVConnectorWorkerMetadata):
 
 
 class BetweenSteps(FolderConnector):
-    """Loads in a thread between steps, and reports what was loaded."""
+    """Loads in a thread between steps, and reports the loaded blocks."""
 
     loaded: list[Any] = []
     outputs: list[Any] = []

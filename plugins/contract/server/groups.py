@@ -138,6 +138,7 @@ class ModelControl(Protocol):
         **options: Unpack[ChatOptions],
     ) -> SamplingParams:
         """Return the parameters of a conversation, with the grammar of its tool calls."""
+        return sampling_params
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenized in another thread."""

@@ -299,7 +299,7 @@ class ActivationTapSuite(TimedSuite):
         )
 
     def _methods(self, site: TapSite | None = None) -> list[str]:
-        """Return the methods that it overrides; of a site, those that are called there."""
+        """Return the overridden methods, of a site only the methods called there."""
         names: tuple[str, ...] = ("read", "change", "exits")
         if site is not None and site.place != "layer_output":
             names = names[:2]

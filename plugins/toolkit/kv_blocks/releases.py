@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["StepWeights", "check_attention", "check_scheduler"]
 
 
-class Half(Protocol):
+class PartOwner(Protocol):
     """The half of a step part."""
 
     @property
@@ -47,7 +47,7 @@ class Attention(Protocol):
 
 
 def check_scheduler(
-    halves: Sequence[Half], scheduler: type[Scheduler], source: Source, config: EngineConfig
+    halves: Sequence[PartOwner], scheduler: type[Scheduler], source: Source, config: EngineConfig
 ) -> None:
     """Check that steps end where blocks are released, and that no connector moves blocks.
 

@@ -11,7 +11,7 @@ import functools
 import traceback
 import typing
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
@@ -95,24 +95,26 @@ class WorkerServer:
 
     def run(self, call: bytes | memoryview) -> bytes:
         """Run a call; return its result or its exception, for `decode_result`."""
-        return cast(bytes, self._run(call, self._worker.sample_tokens))
+        return cast(bytes, self._run(call, begins=False))
 
     def begin(self, call: bytes | memoryview) -> bytes | LateResult:
         """Run a call as `run`; return a late result if its tokens may still be on the device."""
-        # A worker of an earlier version may be wrapped.
-        return self._run(call, getattr(self._worker, "begin_sampling", self._worker.sample_tokens))
+        return self._run(call, begins=True)
 
     def can_overlap(self, call: bytes | memoryview) -> bool:
         """Return whether a call may run before the late result of the call before is read."""
         return bool(_decode(call, _CALLS, "the call").method == _EXECUTE)
 
-    def _run(self, call: bytes | memoryview, sample: Callable[..., Any]) -> bytes | LateResult:
+    def _run(self, call: bytes | memoryview, *, begins: bool) -> bytes | LateResult:
         method, args = "the call", cast(Sequence[Any], ())
         try:
             decoded = _decode(call, _CALLS, method)
             method = decoded.method
             args = self._arguments(method, decoded.args)
-            value = (sample if method == _SAMPLE else getattr(self._worker, method))(*args)
+            run = getattr(self._worker, method)
+            if begins and method == _SAMPLE:  # a worker of an earlier version may be wrapped
+                run = getattr(self._worker, "begin_sampling", run)
+            value = run(*args)
             if isinstance(value, Executor.LateOutput):
                 return LateResult(value)
             return _succeeded(value, method)

@@ -1,4 +1,4 @@
-"""Reloading of plugins whose files are saved: `reload_plugins=True` of LLM and AsyncLLM."""
+"""Reloading of plugins after their files are saved: `reload_plugins=True` of LLM and AsyncLLM."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """SnapKV (arXiv:2404.14469): the blocks of a prompt that its last tokens attend to most."""
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -19,7 +19,6 @@ from hardpoint.plugins import (
     SchedulerOutput,
     StepPart,
 )
-from hardpoint.plugins.model import Attend
 from hardpoint.plugins.step_part import (
     AdmissionGate,
     EngineHalfContext,
@@ -165,7 +164,7 @@ class Weights(WorkerStep, LayerWrapper):
         """Take the weights of the step."""
         self._weights = weights
 
-    def around_layers(self, attend: Attend) -> Attend:
+    def around_layers(self, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return `attend` with the sums of its weights."""
 
         def attend_and_add(

@@ -13,9 +13,9 @@ from hardpoint.plugins import (
     IOProcessorContext,
     Meta,
     RequestError,
+    RequestOutput,
     SamplingParams,
 )
-from hardpoint.plugins.requests.outputs import RequestOutput
 from hardpoint.typed import Strict
 
 from .windows import windows

@@ -40,7 +40,7 @@ class IOProcessor(ABC, Generic[IOProcessorInput, IOProcessorOutput]):
         self.vllm_config = vllm_config
 
     def merge_pooling_params(self, params: Any = None) -> Any:
-        """Return the parameters, by default those of the component's options."""
+        """Return the parameters, by default the component's options."""
         return params
 
     @abstractmethod
@@ -127,7 +127,7 @@ class AdaptedIOProcessor(AdaptedComponent, NativeProcessor):
         """Options of every adapted IO processor."""
 
     def __init__(self, context: IOProcessorContext) -> None:
-        """Build the class, so that one that cannot be built stops the start."""
+        """Build the class, so that a failure stops the start."""
         super().__init__(context)
         config = context.model_config
         tokenizer = TokenizerLike(context.tokenizer(), "")

@@ -185,7 +185,7 @@ class WorkerSteps:
             step.keep(f"skipped tokens of layer {layer}", column, torch.zeros_like(column))
 
     def _add(self, step: _Step, layer: int, branch: str) -> None:
-        """Let the half change what a branch of a layer adds, and record the changed rows."""
+        """Let the half change the output of a branch of a layer, and record the changed rows."""
         labels = [f"{name} of the {branch} of layer {layer}" for name in ("residual", "output")]
         values = [step.values(label, HIDDEN_SIZE) for label in labels]
         copies = [value.clone() for value in values]

@@ -49,7 +49,7 @@ def translate(arguments: Mapping[str, Any], *, server: bool = False) -> Translat
 
 
 def report(translated: Translated) -> None:
-    """Log what has no effect."""
+    """Log arguments without effect."""
     for note in translated.notes:
         _log.warning("%s", note)
 

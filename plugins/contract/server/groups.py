@@ -133,9 +133,9 @@ class ModelControl(Protocol):
 
     async def constrained_params(
         self,
-        prompt: Mapping[str, Any],
+        prompt: Mapping[str, Any],  # noqa: ARG002
         sampling_params: SamplingParams,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatOptions],  # noqa: ARG002
     ) -> SamplingParams:
         """Return the parameters of a conversation, with the grammar of its tool calls."""
         return sampling_params

@@ -60,7 +60,7 @@ class GuidedLogits(ModelLogits):
 
     def combine(self, logits: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Return the guided log-probabilities."""
-        positive, negative = logits.log_softmax(-1)
+        positive, negative = logits.log_softmax(-1).unbind()
         scale: float = arguments["scale"]
         return negative + scale * (positive - negative)
 
@@ -108,7 +108,7 @@ class ContrastedLogits(ModelLogits):
 
     def combine(self, logits: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Return the contrasted log-probabilities."""
-        expert, amateur = logits.log_softmax(-1)
+        expert, amateur = logits.log_softmax(-1).unbind()
         limit = expert.max() + math.log(arguments["alpha"])
         beta: float = arguments["beta"]
         combined = (1 + beta) * expert - beta * amateur

@@ -29,7 +29,7 @@ from hardpoint.plugins.step_part import (
     StepObserver,
     WorkerStep,
 )
-from hardpoint.plugins.worker_half import AttentionWeights, WorkerHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
 
 
 class SnapKV(StepPart):
@@ -160,7 +160,7 @@ class Weights(WorkerStep, LayerWrapper):
             if observed.is_first:
                 self._sums.pop(request_id, None)
 
-    def take_attention_weights(self, weights: AttentionWeights) -> None:
+    def take_attention_weights(self, weights: Callable[..., torch.Tensor]) -> None:
         """Take the weights of the step."""
         self._weights = weights
 

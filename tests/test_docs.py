@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,12 @@ def public_classes() -> set[str]:
     return {name for package in packages for name in importlib.import_module(package).__all__}
 
 
+def architectures() -> set[str]:
+    """Return the names of the built-in models, which configurations of checkpoints have."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return set(project["entry-points"]["hardpoint.models"])
+
+
 def test_each_term_of_the_glossary_lives_in_a_module_or_a_class():
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `([^`|]+)` \|$", text, re.MULTILINE)
@@ -307,7 +314,8 @@ def test_names_in_guides_exist(page):
     assert paths == []
     follows_code = page.name == "architecture.md"
     prose = text if follows_code else " ".join(re.findall(r"`[^`\n]+`", BLOCK.sub("", text)))
-    known = {name: set() for name in public_classes() | vars(builtins).keys()} | classes()
+    names = public_classes() | vars(builtins).keys() | architectures()
+    known = {name: set() for name in names} | classes()
     unknown = [
         f"{name}.{member}" if name in known else name
         for name, member in CLASS.findall(prose)
@@ -338,7 +346,7 @@ def length(class_name: str, method: str | None = None) -> int:
     return node.end_lineno - node.lineno + 1
 
 
-EXAMPLES = {"EngineCore_DP3", "LlamaForCausalLM", "MyProcessor"} | {
+EXAMPLES = {"EngineCore_DP3", "MyProcessor"} | {
     "AdapterLogitsProcessor",
     "AutoTokenizer",
     "LogitsProcRequestState",
@@ -349,4 +357,4 @@ EXAMPLES = {"EngineCore_DP3", "LlamaForCausalLM", "MyProcessor"} | {
     "RequestLogitsProcessor",
     "VllmConfig",
 }
-"""A process, an architecture, a reader's own class; and classes of others."""
+"""A process, a reader's own class; and classes of others."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 
 from hardpoint import plugins
-from hardpoint.builtin_plugins.models.heads.eagle3 import Eagle3 as Eagle3Head
+from hardpoint.builtin_plugins.models.heads.eagle3 import Eagle3Head
 from hardpoint.plugins import ConfigError, Meta, ModelError, SpeculatorContext
 
 from .trained_head import TrainedHead

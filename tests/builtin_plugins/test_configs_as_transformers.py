@@ -163,7 +163,9 @@ NATIVE = {
     name: path
     for name, path in GROUPS["hardpoint.models"].items()
     if not name.startswith("transformers") and not name.endswith("ForConditionalGeneration")
+    if EntryPoint(name, path, "").load().is_architecture
 }
+"""Built-in models with a class in transformers, which has none for drafting heads."""
 SIZES: dict[str, Any] = {
     **LATENT,
     "vocab_size": 97,

@@ -8,7 +8,7 @@ import torch
 from support.builtins.model_harness import build_model
 from support.searching import kit_examples
 
-from hardpoint.builtin_plugins.models.heads.eagle3 import Eagle3 as Eagle3Head
+from hardpoint.builtin_plugins.models.heads.eagle3 import Eagle3Head
 from hardpoint.builtin_plugins.models.heads.mtp import Qwen3NextMTP
 from hardpoint.builtin_plugins.speculators.eagle3 import Eagle3
 from hardpoint.builtin_plugins.speculators.mtp import MTP

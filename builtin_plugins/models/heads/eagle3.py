@@ -16,7 +16,7 @@ _NUM_HIDDEN = 3  # hidden states that `fc` joins
 _MAX_SIZE = 1 << 20
 
 
-class Eagle3(HeadLayer):
+class Eagle3Head(HeadLayer):
     """A Llama layer over embeddings and hidden states, each normalized, side by side.
 
     Attributes:

@@ -5,41 +5,15 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.plugins import ForwardBatch, ModelContext, ModelError
-from hardpoint.plugins.parallel import Cut, Parallel
+from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.toolkit.layers import PackedLayer
-
-
-@dataclass(frozen=True)
-class SingleLayer(Parallel):
-    """A share with one layer, and neither embedding nor logits.
-
-    Attributes:
-        layer: index of the layer.
-    """
-
-    layer: int = 0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this stage embeds the tokens: it does not."""
-        return False
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage has the final norm."""
-        return True
-
-    def stage_layers(self, count: int) -> range:  # noqa: ARG002
-        """Return the layer."""
-        return range(self.layer, self.layer + 1)
 
 
 class HeadLayer(Llama):
@@ -66,8 +40,8 @@ class HeadLayer(Llama):
         fields |= {"num_hidden_layers": layer + 1, "tie_word_embeddings": False}
         hf = {**context.config.hf, **fields}
         config = dataclasses.replace(context.config, hf=hf)
-        share = SingleLayer(layer=layer)
-        super().__init__(dataclasses.replace(context, config=config, parallel=share))
+        stage = dataclasses.replace(context.parallel, stage=layer, num_stages=layer + 1)
+        super().__init__(dataclasses.replace(context, config=config, parallel=stage))
         self.context = context
 
     @classmethod

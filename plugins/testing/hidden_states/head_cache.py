@@ -15,7 +15,9 @@ BLOCKS_PER_REQUEST = 1 << 12
 
 
 class HeadCache:
-    """Keys and values by layer and slot, with plain attention over them.
+    """Keys and values by layer and block, with plain attention over them.
+
+    Slots that were not written are zero.
 
     Attributes:
         written: slots that were written.
@@ -23,7 +25,7 @@ class HeadCache:
 
     def __init__(self) -> None:
         """Begin without content."""
-        self._rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._blocks: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.written: set[int] = set()
 
     def allocated(self, max_model_len: int) -> AllocatedCache:
@@ -35,10 +37,10 @@ class HeadCache:
     def forget(self, request_id: str) -> None:
         """Drop the keys and values of a request."""
         blocks = blocks_of(request_id)
-        self._rows = {
-            (layer, slot): row
-            for (layer, slot), row in self._rows.items()
-            if slot // BLOCK_SIZE not in blocks
+        self._blocks = {
+            (layer, block): rows
+            for (layer, block), rows in self._blocks.items()
+            if block not in blocks
         }
 
     def attend(self, steps: Sequence[AttentionStep]) -> Attend:
@@ -54,31 +56,34 @@ class HeadCache:
         ) -> torch.Tensor:
             slots = step.slots.tolist()
             self.written.update(slots)
+            new = [part.new_zeros(BLOCK_SIZE, *part.shape[1:]) for part in (k, v)]
             for slot, key, value in zip(slots, k, v, strict=True):
-                self._rows[layer, slot] = key.clone(), value.clone()
+                block = layer, slot // BLOCK_SIZE
+                if block not in self._blocks:
+                    self._blocks[block] = new[0].clone(), new[1].clone()
+                keys, values = self._blocks[block]
+                keys[slot % BLOCK_SIZE], values[slot % BLOCK_SIZE] = key, value
             bounds = step.query_starts.tolist()
-            rows = [
-                self._attended(layer, step, sequence, q[slice(*bounds[sequence : sequence + 2])])
-                for sequence in range(len(step.seq_lens))
-            ]
-            return torch.cat(rows)
+            parts = []
+            for sequence, block_ids in enumerate(step.block_table.tolist()):
+                length = int(step.seq_lens[sequence])
+                used = block_ids[: -(-length // BLOCK_SIZE)]
+                rows = [self._blocks.get((layer, block), new) for block in used]
+                keys, values = (torch.cat(part)[:length] for part in zip(*rows, strict=True))
+                parts.append(_attended(q[slice(*bounds[sequence : sequence + 2])], keys, values))
+            return torch.cat(parts)
 
         return attend
 
-    def _attended(
-        self, layer: int, step: AttentionStep, sequence: int, q: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the results of the queries of a sequence, [queries, heads, size]."""
-        table, size = step.block_table[sequence].tolist(), step.block_size
-        length = int(step.seq_lens[sequence])
-        rows = [self._rows[layer, table[n // size] * size + n % size] for n in range(length)]
-        keys, values = (torch.stack(part).float() for part in zip(*rows, strict=True))
-        shared = q.shape[1] // keys.shape[1]
-        keys, values = (x.repeat_interleave(shared, 1) for x in (keys, values))
-        scores = torch.einsum("qhd,phd->hqp", q.float(), keys) / q.shape[2] ** 0.5
-        later = torch.ones(len(q), length, dtype=torch.bool).triu(length - len(q) + 1)
-        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
-        return torch.einsum("hqp,phd->qhd", weights, values).to(q.dtype)
+
+def _attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the results of the last queries of a sequence, [queries, heads, size]."""
+    length, shared = len(keys), q.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(shared, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,phd->hqp", q.float(), keys) / q.shape[2] ** 0.5
+    later = torch.ones(len(q), length, dtype=torch.bool, device=q.device)
+    weights = scores.masked_fill(later.triu(length - len(q) + 1), float("-inf")).softmax(-1)
+    return torch.einsum("hqp,phd->qhd", weights, values).to(q.dtype)
 
 
 def blocks_of(request_id: str) -> range:

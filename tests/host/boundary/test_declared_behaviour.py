@@ -55,11 +55,13 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.behaviour import behaviour_of
+from hardpoint.plugins.worker_half import AllocatedCache
 from hardpoint.testing import ScriptedEngines, scripted_request
 
 A, B = request("a", arrival=1.0), request("b", arrival=2.0)
 D = DraftRequest("d", [1], [2], SamplingParams(), None, limit=4)
 R, VIEWS = scripted_request("r", [1, 2]), ScriptedEngines(3).views
+CACHE = AllocatedCache(None, 4, 16, 1, 1 << 20, group_of=(0,), windows=(None,))
 for one in (0, 0, 2):
     VIEWS[one].in_flight += 1
 SECONDS = 0.5
@@ -94,6 +96,8 @@ CALLS = [
     ("kv_event_publishers", "close", (), "close()", ..., "", None),
     ("speculators", "propose", ((D,), 4), "propose()", 7, "expected token ids for each", [[]]),
     ("speculators", "verified", (D, [1], 0), "verified() of request 'd'", ..., "", None),
+    ("speculators", "cache_allocated", (CACHE,), "cache_allocated()", ..., "", None),
+    ("speculators", "cache_released", (), "cache_released()", ..., "", None),
     ("balancers", "choose", (R, VIEWS), "choose() of request 'r'", 3, "an index of engines, f", 1),
     ("speculators", "ended", (D,), "ended() of request 'd'", ..., "", None),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 
 from hardpoint.builtin_plugins.step_parts.speculation.draft_planner import DraftPlanner, RequestRate
 from hardpoint.builtin_plugins.step_parts.speculation.messages import DraftData, DraftReport
+from hardpoint.builtin_plugins.speculators.ngram import NGram
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreRequest,
@@ -30,7 +31,7 @@ def accepted(draw, rate, length):
 def simulated(seed, rates, cost, num_requests, num_steps):
     """Yield milliseconds and tokens of each step; the rate changes after `BEFORE` steps."""
     draw = random.Random(seed)
-    components = SimpleNamespace(enabled=lambda _kind: ["ngram"])
+    components = SimpleNamespace(enabled=lambda _kind: ["ngram"], find=lambda *_: NGram)
     context = SimpleNamespace(components=components, faults=None, step_cost=lambda: cost)
     part = DraftPlanner(PART, EngineConfig(), context)
     new = []

@@ -10,6 +10,7 @@ import pytest
 from hardpoint.builtin_plugins.step_parts.speculation.draft_planner import DraftPlanner
 from hardpoint.builtin_plugins.step_parts.speculation.drafting import Drafting
 from hardpoint.builtin_plugins.step_parts.speculation.messages import DraftData, DraftReport
+from hardpoint.builtin_plugins.speculators.ngram import NGram
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreRequest,
@@ -35,7 +36,7 @@ def plan_of(step, new=(), drafts=None):
 @pytest.fixture
 def part():
     """The engine half, with a request after wrong drafts."""
-    components = SimpleNamespace(enabled=lambda _kind: ["ngram"])
+    components = SimpleNamespace(enabled=lambda _kind: ["ngram"], find=lambda *_: NGram)
     context = SimpleNamespace(components=components, faults=None, step_cost=lambda: COST)
     part = DraftPlanner(PART, EngineConfig(), context)
     source = EngineCoreRequest(
@@ -101,6 +102,7 @@ def test_quick_speculators_draft_a_token_for_observed_requests(is_quick):
         vocab_size=100,
         hidden_size=1,
         open_model=None,
+        open_head=None,
     )
     drafting = Drafting(EngineConfig(), context)
     requests = [

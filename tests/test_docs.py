@@ -247,7 +247,7 @@ def public_classes() -> set[str]:
 
 
 def architectures() -> set[str]:
-    """Return the names of the built-in models, which configurations of checkpoints have."""
+    """Return the architectures of the built-in models."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return set(project["entry-points"]["hardpoint.models"])
 

@@ -165,7 +165,7 @@ NATIVE = {
     if not name.startswith("transformers") and not name.endswith("ForConditionalGeneration")
     if EntryPoint(name, path, "").load().is_architecture
 }
-"""Built-in models with a class in transformers, which has none for drafting heads."""
+"""Built-in models with a class in transformers: no drafting heads, no wrappers."""
 SIZES: dict[str, Any] = {
     **LATENT,
     "vocab_size": 97,

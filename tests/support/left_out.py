@@ -246,6 +246,7 @@ LEFT_OUT = (
     "tests/builtin_plugins/test_multiproc.py::test_the_death_of_a_rank_*[[]*-0]",
     "tests/builtin_plugins/test_multiproc.py::test_the_death_of_a_rank_*[[]sampling*",
     "tests/builtin_plugins/test_multiproc.py::test_a_rank_that_fails_what_*",
+    "tests/builtin_plugins/test_drafting_heads_suite.py::Test*::test_memory",
     "tests/builtin_plugins/test_multiproc_suite.py::TestMultiproc::test_[es]*",
     "tests/builtin_plugins/test_split_prefill.py::TestTransfer::test_of_several_*",
     "tests/builtin_plugins/test_split_prefill.py::TestTransfer::test_many_*",

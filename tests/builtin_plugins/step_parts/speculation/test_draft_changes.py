@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from hardpoint.builtin_plugins.speculators.ngram import NGram
 from hardpoint.builtin_plugins.step_parts.speculation.draft_planner import DraftPlanner, RequestRate
 from hardpoint.builtin_plugins.step_parts.speculation.messages import DraftData, DraftReport
-from hardpoint.builtin_plugins.speculators.ngram import NGram
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreRequest,

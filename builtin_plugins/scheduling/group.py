@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hardpoint.plugins import CachedPrefix, NewRequest, RequestError, WaitReason
-from hardpoint.plugins.scheduling.scheduler import Gates
+from hardpoint.plugins.scheduling import Gates
 
 from . import wait_reasons
 from .live_request import SchedulerRequest

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import dis
 import functools
 import importlib
 import inspect
@@ -285,7 +286,8 @@ def _data_members(owner: type, by_plugins: bool = True) -> dict[str, str]:
     elif inspect.isfunction(init := vars(owner).get("__init__")) and not _is_protocol(owner):
         members.update(_assigned(init), __init__=f"method {_signature(init)}")
     if by_plugins and _is_protocol(owner) and not _has_defaults(owner):
-        members = {n: f"abstract {t.removeprefix('abstract ')}" for n, t in members.items()}
+        required = [name for name in members if not _computes(getattr(owner, name, None))]
+        members |= {n: f"abstract {members[n].removeprefix('abstract ')}" for n in required}
     if not by_plugins:
         members = {
             n: re.sub(f"^({_REQUIRED}|optional|abstract) ", "", t) for n, t in members.items()
@@ -299,6 +301,12 @@ def _has_defaults(protocol: type) -> bool:
     return bool(getattr(protocol, "__abstractmethods__", ())) or any(
         name in vars(protocol) for name in declared
     )
+
+
+def _computes(member: object) -> bool:
+    """Return whether a method reads an argument, and so is more than its description."""
+    code = getattr(member, "__code__", None)
+    return any(step.opname.startswith("LOAD_FAST") for step in dis.get_instructions(code or "0"))
 
 
 def _is_protocol(owner: type) -> bool:

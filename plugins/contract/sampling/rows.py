@@ -13,8 +13,6 @@ from hardpoint.plugins.requests.params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.plugins.requests.plan import RequestFault
-
 __all__ = [
     "Added",
     "BatchUpdate",
@@ -176,13 +174,13 @@ class RowGroup:
         parts: step parts that opened members; for each its name, its arguments of the request, and
             the ids of the members.
         requests: these requests by id, as far as they are in the batch.
-        fault: the fault of a part that was to combine logits; None without one.
+        fault: the `RequestFault` of a part that was to combine logits; None without one.
     """
 
     leader: str
     parts: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]] = ()
     requests: dict[str, LogitsRequest] = field(default_factory=dict)
-    fault: RequestFault | None = None
+    fault: Any = None
 
     @property
     def members(self) -> list[LogitsRequest]:

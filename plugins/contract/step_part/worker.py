@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from hardpoint.plugins.model.forward import ForwardBatch, LinearMatrix
     from hardpoint.plugins.model.loader import WeightLoader
-    from hardpoint.plugins.model.model import Model
     from hardpoint.plugins.model.ops import Ops
 
 __all__ = ["WorkerHalfContext"]
@@ -211,7 +210,7 @@ class DraftingHead:
         first_layer: index of its first attention layer, for `AllocatedCache.attend`.
     """
 
-    model: Model
+    model: Any
     loader: WeightLoader
     first_layer: int
 

@@ -44,9 +44,6 @@ def check_members(request: EngineCoreRequest, check: Callable[[EngineCoreRequest
     Raises:
         RequestError: the engine cannot run one, or not together with the request.
     """
-    if request.members and (request.pooling_params is not None or request.features):
-        got = "media" if request.features else "pooling_params"
-        raise RequestError(f"members: expected none of a request with {got}")
     for part, members in request.members.items():
         for index, member in enumerate(members):
             if member.members or member.pooling_params is not None or member.features:
@@ -69,8 +66,11 @@ def complete_members(request: EngineCoreRequest, scheduler: Scheduler, label: st
         label: names it in messages.
 
     Raises:
-        RequestError: the scheduler does not keep groups.
+        RequestError: it has media or pools, or the scheduler does not keep groups.
     """
+    if request.pooling_params is not None or request.features:
+        got = "media" if request.features else "pooling_params"
+        raise RequestError(f"members: expected none of a request with {got}")
     if not scheduler.keeps_groups:
         raise RequestError(
             f"members: expected none, because {label} does not run a request and its members in "

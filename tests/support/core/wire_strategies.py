@@ -134,6 +134,14 @@ FEATURES = whole(
     data=st.none() | TEXT,
 )
 MARKERS = st.lists(TOKENS.map(tuple), max_size=2).map(tuple)
+MEMBERS = st.builds(
+    EngineCoreRequest,
+    request_id=TEXT,
+    prompt_token_ids=TOKENS,
+    params=PARAMS,
+    lora=st.none() | LORAS,
+    leader=MAYBE_TEXT,
+)
 REQUESTS = whole(
     EngineCoreRequest,
     request_id=TEXT,
@@ -176,6 +184,8 @@ REQUESTS = whole(
     reasoning_parser_kwargs=TABLE,
     is_admitted=st.booleans(),
     generation=st.integers(0, 1 << 20),
+    members=st.dictionaries(TEXT, st.lists(MEMBERS, max_size=2), max_size=2),
+    leader=MAYBE_TEXT,
     resumed=st.none()
     | whole(
         ResumedOutputs,

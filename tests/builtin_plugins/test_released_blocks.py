@@ -108,6 +108,17 @@ def test_a_wrong_release_ends_the_request_with_the_name_of_the_part(scripted, na
     assert f"evicting:{name}" in completion.error
 
 
+def test_a_request_with_members_ends_with_an_error(scripted):
+    parts = {"plugins": {"enable": [PART, "support.plugins.grouped:Mixed"]}}
+    arguments = {"window": {"window": WINDOW}, "mixed": {"prompts": ["ab"]}}
+    with LLM(config=config(scripted, **parts)) as llm:
+        (output,) = llm.generate(["a prompt"], SamplingParams(plugin_args=arguments))
+    (completion,) = output.outputs
+    assert completion.finish_reason == "error"
+    expected = "release_blocks: .*: members: expected none with released blocks"
+    assert re.search(expected, completion.error)
+
+
 def test_a_scheduler_that_does_not_end_steps_there_is_refused(scripted):
     table = {"scheduler": {"use": "support.broken.schedulers:WithoutReleases"}}
     words = "WithoutReleases.*expected a scheduler with releases_blocks = True, because .*Window"

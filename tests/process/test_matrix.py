@@ -261,12 +261,6 @@ REFUSED = (
         (("stores", "memory"), ("group", "of three")): (
             r"members: expected none with a KV connector \(kv_connector.use\)"
         ),
-        (("eviction", "window"), ("group", "of three")): (
-            "release_blocks: .*: members: expected none with released blocks"
-        ),
-        (("prompt", "with an image"), ("group", "of three")): (
-            "members: expected none of a request with media"
-        ),
     }
     | {
         (("processor", "that observes"), ("fork", "half way")): (
@@ -300,9 +294,15 @@ NOT_COMPARED = {
 """
 NO_FORKS = {(("turns", "two"), ("fork", "half way"))}
 """Turns of conversations have no forks: `test_forks` has how they are refused."""
-NO_IMAGES = {(("eviction", "window"), ("prompt", "with an image"))}
-"""The model of images has sliding windows, with which no blocks are released."""
-APART = REFUSED.keys() | NOT_COMPARED | NO_FORKS | NO_IMAGES
+NO_IMAGES = {
+    (("eviction", "window"), ("prompt", "with an image")),
+    (("prompt", "with an image"), ("group", "of three")),
+}
+"""The model of images has sliding windows, with which no blocks are released; a request with images
+has no members (tests/process/test_refused_pairs.py)."""
+NO_RELEASES = {(("eviction", "window"), ("group", "of three"))}
+"""The request ends with an error (tests/builtin_plugins/test_released_blocks.py)."""
+APART = REFUSED.keys() | NOT_COMPARED | NO_FORKS | NO_IMAGES | NO_RELEASES
 SHORT = 40  # one row in so many is in the short run
 
 

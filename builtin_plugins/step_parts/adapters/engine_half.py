@@ -137,7 +137,8 @@ class AdapterSlots(
         """Take note of the content that a request uses from now on.
 
         Raises:
-            RequestError: it is not known, or not stated; or its scale is wrong.
+            RequestError: it is not known, or not stated; or its scale is wrong; or its group has
+                more adapters than slots.
         """
         assert request.lora is not None
         name, content, scale = request.lora.name, request.lora.content_hash, request.lora.scale
@@ -153,10 +154,22 @@ class AdapterSlots(
                 f"lora: expected one of {self._known()}, got {name!r} with content "
                 f"{content[:16]}; it was removed, replaced or never added"
             )
+        if request.members or request.leader is not None:
+            self._check_group(request.leader or request.request_id, content)
         self._requests[request.request_id] = content
         self._named[request.request_id] = name
         if scale != 1.0:
             self._scales[request.request_id] = scale
+
+    def _check_group(self, leader: str, content: str) -> None:
+        """Check that the adapters of a request and its members have slots at the same time."""
+        live = self._requests.items()
+        of_members = {held for name, held in live if name.startswith(f"{leader}/")}
+        if (count := len(of_members | {content})) > self._config.max_loras:
+            raise RequestError(
+                f"members: expected at most {self._config.max_loras} adapters in a group "
+                f"(adapters.max_loras), got {count}"
+            )
 
     def refused(self, request_id: str) -> None:
         """Forget a request."""

@@ -69,3 +69,13 @@ def test_an_adapter_that_is_not_loaded_is_refused(folders):
         with pytest.raises(RequestError, match=r"lora.content_hash: expected .* for 'a9'"):
             llm.generate(PROMPTS[:1], params(adapter=adapter))
         assert token_ids(llm.generate(PROMPTS[:1], params()))[0]
+
+
+def test_a_group_with_more_adapters_than_slots_is_refused(folders):
+    with opened(folders, max_loras=1) as llm:
+        member, other = (added(llm, folders, index) for index in range(2))
+        message = r"members: expected at most 1 adapters in a group \(adapters.max_loras\), got 2"
+        with pytest.raises(RequestError, match=message):
+            llm.generate(PROMPTS[:1], params(adapter=fields(member)), lora_request=other)
+        alone = token_ids(llm.generate(PROMPTS[:1], params(), lora_request=member))
+        assert token_ids(llm.generate(PROMPTS[:1], params(adapter=fields(member)))) == alone

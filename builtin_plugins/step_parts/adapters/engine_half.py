@@ -34,7 +34,7 @@ from hardpoint.plugins.step_part import (
     WorkerSetup,
 )
 
-from .identity import content_hash, link_files, read_files, remove_links
+from .identity import LinkedFolders, content_hash, read_files
 from .leases import Leases
 from .messages import AdapterSlot, StepAdapters, requested_lora
 from .readings import Readings
@@ -83,7 +83,7 @@ class AdapterSlots(
         self._leaving: set[str] = set()  # contents that requests have and no name has any more
         self._readings = Readings(context.call_workers, context.clock)
         self._wanted: dict[str, int] = {}  # contents that requests wait for, and their readings
-        self._temporary: set[str] = set()  # folders that are removed when nothing needs them
+        self._links = LinkedFolders()  # removed when nothing needs them
         self._has_started = False
         self._leases = Leases(self._config.max_loras, self._clock)
         self._methods: Mapping[str, Callable[..., Any]] = {
@@ -258,8 +258,7 @@ class AdapterSlots(
 
     def close(self) -> None:
         """Remove the folders of tensors."""
-        for path in self._temporary:
-            remove_links(path)
+        self._links.remove()
 
     def _removed(self, content: str) -> str:
         return f'lora: its adapter, content {content[:16]}, was removed with mode "end"'
@@ -339,8 +338,7 @@ class AdapterSlots(
             )
         self._check_id(new)
         if is_temporary:
-            new = msgspec.structs.replace(new, path=link_files(new.path))
-            self._temporary.add(new.path)
+            new = msgspec.structs.replace(new, path=self._links.add(new.path))
         self._readings.drop_unasked(_UNASKED_SECONDS)
         return self._readings.begin(new.path, new, ticket)
 
@@ -498,10 +496,5 @@ class AdapterSlots(
                 self._paths.pop(content, None)
 
     def _remove_unused(self) -> None:
-        if not self._temporary:
-            return
-        used = {*self._paths.values(), *(lora.path for lora in self._names.values())}
-        used.update(self._readings.paths)
-        for path in self._temporary - used:
-            remove_links(path)
-        self._temporary &= used
+        named = (lora.path for lora in self._names.values())
+        self._links.remove({*self._paths.values(), *named, *self._readings.paths})

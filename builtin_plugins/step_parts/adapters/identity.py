@@ -8,7 +8,7 @@ import os
 import stat
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,30 +49,42 @@ def read_files(path: str) -> tuple[bytes, bytes]:
     return _read(folder, CONFIG, _LARGEST_CONFIG), _read(folder, TENSORS, _LARGEST_TENSORS)
 
 
-def link_files(path: str) -> str:
-    """Return a folder within the adapter's folder, with links to its two files.
+class LinkedFolders:
+    """Folders of links to the files of adapters.
 
-    They stay when the adapter's files are removed, as by the program that wrote them.
-
-    Raises:
-        ModelError: a file is missing, or cannot be linked.
+    They stay when the files are removed, as by the program that wrote them.
     """
-    try:
-        folder = tempfile.mkdtemp(dir=path)
-        for name in (CONFIG, TENSORS):
-            os.link(Path(path) / name, Path(folder) / name)
-    except OSError as cause:
-        raise ModelError(f"{path}: the files of the adapter cannot be linked: {cause}") from cause
-    return folder
 
+    def __init__(self) -> None:
+        """Begin without a folder."""
+        self._paths: set[str] = set()
 
-def remove_links(folder: str) -> None:
-    """Remove a folder of `link_files`, and the adapter's folder if nothing else is in it."""
-    with contextlib.suppress(OSError):  # the program may have removed it
-        for name in (CONFIG, TENSORS):
-            (Path(folder) / name).unlink(missing_ok=True)
-        Path(folder).rmdir()
-        Path(folder).parent.rmdir()
+    def add(self, path: str) -> str:
+        """Return a new folder within an adapter's folder, with links to its two files.
+
+        Raises:
+            ModelError: a file is missing, or cannot be linked.
+        """
+        try:
+            folder = tempfile.mkdtemp(dir=path)
+            for name in (CONFIG, TENSORS):
+                os.link(Path(path) / name, Path(folder) / name)
+        except OSError as cause:
+            raise ModelError(
+                f"{path}: the files of the adapter cannot be linked: {cause}"
+            ) from cause
+        self._paths.add(folder)
+        return folder
+
+    def remove(self, used: Iterable[str] = ()) -> None:
+        """Remove all folders but some, and the adapter's folder if nothing else is in it."""
+        for folder in self._paths.difference(used):
+            self._paths.discard(folder)
+            with contextlib.suppress(OSError):  # the program may have removed it
+                for name in (CONFIG, TENSORS):
+                    (Path(folder) / name).unlink(missing_ok=True)
+                Path(folder).rmdir()
+                Path(folder).parent.rmdir()
 
 
 def without_layers(modules: Sequence[str]) -> str:

@@ -15,6 +15,9 @@ class DeviceStream:
 
     No thread computes: a piece runs on the host when its event is found complete. So work reads
     its inputs late, and a buffer that the host writes again too early gives wrong results.
+
+    Attributes:
+        idle_at: time of the clock at which all work launched so far is done.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class DeviceStream:
         self._clock, self._sleep = clock, sleep
         self._queue: deque[Callable[[], Any]] = deque()
         self._num_launched = self._num_run = 0
-        self._idle_at = clock()
+        self.idle_at = clock()
         self._error: Exception | None = None
 
     def launch(self, work: Callable[[], Any], seconds: float = 0.0) -> None:
@@ -42,13 +45,13 @@ class DeviceStream:
         """
         if seconds < 0:
             raise ValueError(f"seconds: expected at least 0, got {seconds}")
-        self._idle_at = max(self._idle_at, self._clock()) + seconds
+        self.idle_at = max(self.idle_at, self._clock()) + seconds
         self._queue.append(work)
         self._num_launched += 1
 
     def record_event(self) -> DeviceEvent:
         """Return an event that is complete when all work launched so far is done."""
-        return DeviceEvent(self, self._idle_at, self._num_launched)
+        return DeviceEvent(self, self.idle_at, self._num_launched)
 
     def copy_to_host(self, source: torch.Tensor, seconds: float = 0.0) -> DeviceCopy:
         """Copy a tensor when the work launched so far is done; returns at once."""

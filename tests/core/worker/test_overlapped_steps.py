@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hardpoint import SamplingParams, plugins
 from hardpoint.plugins import LogitsProcessor, Phase
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_engine
+from hardpoint.testing.timing.device_stream import DeviceStream
 from hardpoint.testing.timing.stream_ops import StreamOps
 
 COUNT = 40 if searches_long() else 12
@@ -34,15 +36,26 @@ STACKS = {
 
 
 class KnownOps(StreamOps):
+    """A step of the device ends when the next one is launched, or after `step_seconds`."""
+
     contract = 1
     opened: list[KnownOps] = []
 
     class Options(StreamOps.Options):
-        step_seconds: float = 0.02
+        step_seconds: float = 0.2
 
     def __init__(self, context):
         super().__init__(context)
+        self._skipped = 0.0
+        self.stream = DeviceStream(self._clock)
         self.opened.append(self)
+
+    def _clock(self):
+        return time.perf_counter() + self._skipped
+
+    def launch_forward(self):
+        self._skipped += max(self.stream.idle_at - self._clock(), 0.0)
+        super().launch_forward()
 
 
 class WritingOps(KnownOps):
@@ -112,7 +125,7 @@ def test_grammars_delay_sampling_alone(scripted, open_engine):
     assert KnownOps.opened[-1].num_overlaps > 3
 
 
-class QuickOps(KnownOps):
+class QuickOps(StreamOps):
     contract = 1
 
     class Options(StreamOps.Options):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hardpoint.plugins import CachedPrefix, NewRequest, RequestError, WaitReason
-from hardpoint.plugins.scheduling import Gates
 
 from . import wait_reasons
 from .live_request import SchedulerRequest
 from .prompt_time import is_prompt
 from .step import StepState
 from .tracker import RequestTracker
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.scheduling.scheduler import Gates
 
 
 def check_group(tracker: RequestTracker, leader: SchedulerRequest) -> None:

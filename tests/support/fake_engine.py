@@ -280,6 +280,9 @@ class FakeEngine:
     async def prompt_tokens(self, prompt):
         return list(prompt["prompt_token_ids"])
 
+    async def constrained_params(self, prompt, sampling_params, **options):
+        return sampling_params
+
     async def tokenize(self, text, *, add_special_tokens=True):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

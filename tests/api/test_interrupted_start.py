@@ -103,12 +103,12 @@ def test_the_package_imports_nothing_before_the_handler_is_set():
     assert set(ended.stdout.split()) <= {"hardpoint", "hardpoint.__main__", "__future__"}
 
 
-@pytest.mark.nightly
+@pytest.mark.timing
 def test_signals_at_many_moments(scripted):
     """The interpreter's own start, and the script that pip writes, come before this package."""
     moments = random.Random(3)
     code = (
-        "print('up', flush=True)\nimport sys; from hardpoint.__main__ import main; sys.exit(main())"
+        "import sys; from hardpoint.__main__ import main; print('up', flush=True); sys.exit(main())"
     )
     for _ in range(30):
         program = subprocess.Popen(

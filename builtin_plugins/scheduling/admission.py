@@ -20,7 +20,7 @@ from hardpoint.plugins import (
 
 from . import wait_reasons
 from .encoder import choose_features, encoder_cache, schedule_features
-from .group import admit_blocks, group_lacks, num_tokens_of_group, place
+from .group import admit_blocks, exceeds_steps, group_lacks, num_tokens_of_group, place
 from .live_request import SchedulerRequest
 from .step import StepState
 from .tracker import RequestTracker
@@ -245,6 +245,9 @@ def _reason_to_wait(
 def _schedule_group(tracker: RequestTracker, leader: SchedulerRequest, step: StepState) -> _Outcome:
     prefixes = [tracker.cache.lookup(request) for request in leader.group]
     starts = [prefix.num_tokens for prefix in prefixes]
+    if (error := exceeds_steps(tracker, leader, starts)) is not None:  # with its outputs
+        tracker.finish_in_planning(leader, FinishReason.ERROR, error)
+        return _Outcome.FINISHED
     tokens = num_tokens_of_group(tracker, leader, starts, step)
     if tokens is None:
         return _Outcome.STOP if tracker.limits.chunked_prefill else _Outcome.SET_ASIDE

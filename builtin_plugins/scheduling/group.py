@@ -33,6 +33,8 @@ def check_group(tracker: RequestTracker, leader: SchedulerRequest) -> None:
                 f"members: expected at most {limit - 1}, because the request and its members run "
                 f"in the same step (scheduler.{name}), got {size - 1}"
             )
+    if (error := exceeds_steps(tracker, leader, [0] * size)) is not None:
+        raise RequestError(error)
     needed = sum(tracker.blocks_needed(request.num_tokens + 1) for request in leader.group)
     if needed > (usable := tracker.cache.num_usable_blocks):
         raise RequestError(
@@ -44,6 +46,21 @@ def check_group(tracker: RequestTracker, leader: SchedulerRequest) -> None:
             "members: expected none with a KV connector (kv_connector.use), which loads the blocks "
             f"of one request, got {size - 1}"
         )
+
+
+def exceeds_steps(
+    tracker: RequestTracker, leader: SchedulerRequest, starts: Sequence[int]
+) -> str | None:
+    """Return the error of a group that fits in no step, for prompts are not chunked; else None."""
+    limits = tracker.limits
+    needed = sum(request.num_tokens - at for request, at in zip(leader.group, starts, strict=True))
+    if limits.chunked_prefill or needed <= limits.max_num_batched_tokens:
+        return None
+    return (
+        f"members: the request and its {len(leader.members)} members need {needed} tokens in a "
+        f"step, because scheduler.chunked_prefill is false; expected at most "
+        f"{limits.max_num_batched_tokens} (scheduler.max_num_batched_tokens)"
+    )
 
 
 def num_tokens_of_group(

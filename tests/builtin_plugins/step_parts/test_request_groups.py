@@ -11,6 +11,7 @@ from hardpoint.testing import scripted_config
 
 HERE = "support.plugins.grouped"
 MIXED = {"plugins": {"enable": [f"{HERE}:Mixed"]}}
+SHORT_STEPS = {"chunked_prefill": False, "max_num_batched_tokens": 32}
 PROMPTS = ["say", "a longer prompt that needs more than one block of the cache", "b" * 40]
 MEMBERS = [["no"], ["something else of another length"], ["one", "and another of them"]]
 SETTINGS = {
@@ -144,6 +145,10 @@ def test_a_part_without_combine_is_named(scripted):
             {"max_model_len": 32, "kv_cache": {"num_blocks": 4}},
             r"members: the request and its 2 members need \d+ KV blocks, the cache has \d",
         ),
+        (
+            {"max_model_len": 32, "scheduler": SHORT_STEPS},
+            r"members: the request and its 2 members need 43 tokens in a step, .* at most 32",
+        ),
     ],
 )
 def test_what_does_not_compose_is_refused_by_name(scripted, config, message):
@@ -151,6 +156,23 @@ def test_what_does_not_compose_is_refused_by_name(scripted, config, message):
         with pytest.raises(HardpointError, match=message):
             llm.generate(["say"], params(["b" * 20, "c" * 20]))
         assert llm.generate(["say"], SamplingParams(max_tokens=1))[0].finished
+
+
+def test_a_preempted_group_that_fits_in_no_step_ends_and_others_go_on(scripted):
+    config = {**MIXED, "max_model_len": 32, "scheduler": SHORT_STEPS}
+    config["kv_cache"] = {"prefix_caching": False}
+    with LLM(config=scripted_config(scripted, config)) as llm:
+        engine = llm.llm_engine
+        engine.add_request("group", "say", params(["b" * 10, "c" * 10], max_tokens=18))
+        for _ in range(8):
+            engine.step()
+        engine.call_utility("reset_prefix_cache", True)  # preempts
+        engine.add_request("other", "say", SamplingParams(max_tokens=2))
+        ended = {}
+        while engine.has_unfinished_requests():
+            ended |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+        assert "need 47 tokens in a step" in ended["group"].error
+        assert ended["other"].finish_reason == "length"
 
 
 def test_waiting_prompts_of_members_count(scripted):

@@ -51,7 +51,7 @@ def check_group(tracker: RequestTracker, leader: SchedulerRequest) -> None:
 def exceeds_steps(
     tracker: RequestTracker, leader: SchedulerRequest, starts: Sequence[int]
 ) -> str | None:
-    """Return the error of a group that fits in no step, for prompts are not chunked; else None."""
+    """Return the error of a group that fits in no step without chunked prefill, or None."""
     limits = tracker.limits
     needed = sum(request.num_tokens - at for request, at in zip(leader.group, starts, strict=True))
     if limits.chunked_prefill or needed <= limits.max_num_batched_tokens:

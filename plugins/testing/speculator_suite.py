@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -91,6 +92,7 @@ class SpeculatorSuite(GeneralComponentSuite):
     device: ClassVar[str] = "cpu"
     num_draft_tokens: ClassVar[int] = 5
     budget_us_per_request: ClassVar[float | None] = 200.0
+    _caches: ClassVar[WeakKeyDictionary[Speculator, HeadCache]] = WeakKeyDictionary()
 
     def context(self) -> Mapping[str, Any]:
         """Return further fields of the context, such as `open_model`; override it for some."""
@@ -117,8 +119,8 @@ class SpeculatorSuite(GeneralComponentSuite):
             **self.context(),
         )
         if self.speculator.has_kv_cache:
-            self._cache = HeadCache()
-            speculator.cache_allocated(self._cache.allocated(4 * _LONG))
+            self._caches[speculator] = HeadCache()
+            speculator.cache_allocated(self._caches[speculator].allocated(4 * _LONG))
         return speculator
 
     def test_drafts(self) -> None:
@@ -200,14 +202,15 @@ class SpeculatorSuite(GeneralComponentSuite):
             for number, text in enumerate(texts):
                 self._start(speculator, text, f"r{number}", str(number))
             for turn in range(max(len(text.pieces) for text in texts)):
-                self._cache.written.clear()
+                written = self._caches[speculator].written
+                written.clear()
                 running = [text for text in texts if turn < len(text.pieces)]
                 self._step(speculator, running, turn)
-                self._check_slots([text.request for text in running])
+                self._check_slots([text.request for text in running], written)
 
         self._search(BLOCKS.text, 40, check, texts=self._texts(at_least=1))
 
-    def _check_slots(self, requests: Sequence[DraftRequest]) -> None:
+    def _check_slots(self, requests: Sequence[DraftRequest], written: set[int]) -> None:
         allowed: set[int] = set()
         for request in requests:
             assert request.hidden is not None
@@ -218,12 +221,12 @@ class SpeculatorSuite(GeneralComponentSuite):
             ]
             allowed.update(slots)
             if missing := [n for n, slot in enumerate(slots[: end - start], start)
-                           if slot not in self._cache.written]:  # fmt: skip
+                           if slot not in written]:  # fmt: skip
                 raise BLOCKS.violation(
                     f"it wrote no keys at position {missing[0]} of request {request.request_id}, "
                     f"expected them at {start} to {end - 1}"
                 )
-        if outside := sorted(self._cache.written - allowed):
+        if outside := sorted(written - allowed):
             raise BLOCKS.violation(
                 f"it wrote slot {outside[0]} of block {outside[0] // BLOCK_SIZE}, which is not of "
                 f"a request at a position from its hidden_start on"
@@ -343,7 +346,7 @@ class SpeculatorSuite(GeneralComponentSuite):
         for text in texts:
             speculator.ended(text.request)
             if self.speculator.has_kv_cache:
-                self._cache.forget(text.request.request_id)
+                self._caches[speculator].forget(text.request.request_id)
             text.request = None
         return drafts_by_text
 

@@ -37,6 +37,7 @@ class HeadCache:
     def forget(self, request_id: str) -> None:
         """Drop the keys and values of a request."""
         blocks = blocks_of(request_id)
+        self.written = {slot for slot in self.written if slot // BLOCK_SIZE not in blocks}
         self._blocks = {
             (layer, block): rows
             for (layer, block), rows in self._blocks.items()

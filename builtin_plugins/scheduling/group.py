@@ -53,8 +53,10 @@ def exceeds_steps(
 ) -> str | None:
     """Return the error of a group that fits in no step without chunked prefill, or None."""
     limits = tracker.limits
+    if limits.chunked_prefill:
+        return None
     needed = sum(request.num_tokens - at for request, at in zip(leader.group, starts, strict=True))
-    if limits.chunked_prefill or needed <= limits.max_num_batched_tokens:
+    if needed <= limits.max_num_batched_tokens:
         return None
     return (
         f"members: the request and its {len(leader.members)} members need {needed} tokens in a "

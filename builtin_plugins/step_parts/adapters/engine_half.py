@@ -163,8 +163,7 @@ class AdapterSlots(
 
     def _check_group(self, leader: str, content: str) -> None:
         """Check that the adapters of a request and its members have slots at the same time."""
-        live = self._requests.items()
-        of_members = {held for name, held in live if name.startswith(f"{leader}/")}
+        of_members = {held for n, held in self._requests.items() if n.startswith(f"{leader}/")}
         if (count := len(of_members | {content})) > self._config.max_loras:
             raise RequestError(
                 f"members: expected at most {self._config.max_loras} adapters in a group "
@@ -496,5 +495,6 @@ class AdapterSlots(
                 self._paths.pop(content, None)
 
     def _remove_unused(self) -> None:
-        named = (lora.path for lora in self._names.values())
-        self._links.remove({*self._paths.values(), *named, *self._readings.paths})
+        if self._links:
+            named = (lora.path for lora in self._names.values())
+            self._links.remove({*self._paths.values(), *named, *self._readings.paths})

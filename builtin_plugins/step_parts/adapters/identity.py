@@ -59,6 +59,10 @@ class LinkedFolders:
         """Begin without a folder."""
         self._paths: set[str] = set()
 
+    def __bool__(self) -> bool:
+        """Return whether there is a folder."""
+        return bool(self._paths)
+
     def add(self, path: str) -> str:
         """Return a new folder within an adapter's folder, with links to its two files.
 

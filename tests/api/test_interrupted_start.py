@@ -108,7 +108,7 @@ def test_signals_at_many_moments(scripted):
     """The interpreter's own start, and the script that pip writes, come before this package."""
     moments = random.Random(3)
     code = (
-        "import sys; from hardpoint.__main__ import main; print('up', flush=True); sys.exit(main())"
+        "print('up', flush=True)\nimport sys; from hardpoint.__main__ import main; sys.exit(main())"
     )
     for _ in range(30):
         program = subprocess.Popen(

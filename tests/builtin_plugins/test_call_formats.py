@@ -147,14 +147,17 @@ def events_of(parser, tokenizer, ids, tools):
 
 
 def parsed(parser, tokenizer, ids, tools):
-    """Return calls, content, and the text; no call is malformed, none is reasoning."""
+    """Return the calls and the content of tokens, and their text; expect no reasoning."""
     events, text = events_of(parser, tokenizer, ids, tools)
     calls, content = [], ""
     for event in events:
         assert not isinstance(event, ReasoningText), f"{text!r}: {event}"
         match event:
             case MalformedText(part, reason):  # an end tag in free text behind a call
-                assert "a value of it may be cut" in reason, f"{text!r}: {event}"
+                expected = f"there is {part} behind a call: a value of it may be cut"
+                assert (part[:2], bool(calls), reason) == ("</", True, expected), (
+                    f"{text!r}: {event}"
+                )
                 content += part
             case ToolCallBegin(name, _):
                 calls.append([name, ""])

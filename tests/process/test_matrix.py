@@ -298,8 +298,8 @@ NO_IMAGES = {
     (("eviction", "window"), ("prompt", "with an image")),
     (("prompt", "with an image"), ("group", "of three")),
 }
-"""The model of images has sliding windows, with which no blocks are released; a request with images
-has no members (tests/process/test_refused_pairs.py)."""
+"""A model with sliding windows releases no blocks, and a request with images has no members
+(tests/process/test_refused_pairs.py)."""
 NO_RELEASES = {(("eviction", "window"), ("group", "of three"))}
 """The request ends with an error (tests/builtin_plugins/test_released_blocks.py)."""
 APART = REFUSED.keys() | NOT_COMPARED | NO_FORKS | NO_IMAGES | NO_RELEASES

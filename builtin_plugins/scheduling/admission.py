@@ -231,8 +231,9 @@ def _reason_to_wait(
     if request.members:
         if gates is not None and (lack := group_lacks(gates, request)) is not None:
             return lack
-        if tracker.num_rows + len(request.group) > tracker.limits.max_num_seqs:
-            return wait_reasons.no_slot(tracker.num_rows)
+        needed, free = len(request.group), tracker.limits.max_num_seqs - tracker.num_rows
+        if needed > free:
+            return wait_reasons.no_slot(tracker.num_rows, needed, free)
     elif gates is not None and (lack := gates.lacks(request)) is not None:
         return lack
     if ask_policy and "admit" in tracker.policy_hooks:

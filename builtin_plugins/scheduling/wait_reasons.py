@@ -24,11 +24,12 @@ def no_time() -> WaitReason:
     )
 
 
-def no_slot(running: int) -> WaitReason:
-    """Return the reason: `max_num_seqs` requests are running."""
-    return WaitReason(
-        WaitingFor.SLOT, f"{_requests(running)} running, the maximum (max_num_seqs)", 1, 0
-    )
+def no_slot(running: int, needed: int = 1, free: int = 0) -> WaitReason:
+    """Return the reason: a request and its members are more than `max_num_seqs` leaves free."""
+    limit = f"of {running + free} at most" if free else "the maximum"
+    group = f"; it and its members are {needed}" if needed > 1 else ""
+    message = f"{_requests(running)} running, {limit} (max_num_seqs){group}"
+    return WaitReason(WaitingFor.SLOT, message, needed, free)
 
 
 def next_batch(share: int) -> WaitReason:

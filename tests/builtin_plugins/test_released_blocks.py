@@ -92,7 +92,7 @@ def test_a_long_output_holds_the_blocks_of_its_window(scripted):
 
 PART_ERRORS = {
     "Undeclared": r"expected releases_blocks = True in the step part",
-    "TooLate": r"at: expected a position from \d+ on, got 1",
+    "TooLate": r"at: expected a position from \d+ on, because of \w+ \w+, got 1",
     "Beyond": r"span: expected positions from 0 to 30, got range\(0, 31\)",
 }
 

@@ -43,7 +43,7 @@ from hardpoint.plugins.step_part.part import (
     PromptReader,
 )
 from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls, ToolCalls
-from hardpoint.toolkit.requests.groups import new_member
+from hardpoint.toolkit.requests.groups import read_members
 
 from .bound_half import BoundHalf, OpenHalves, opener
 from .components import Components
@@ -332,7 +332,7 @@ class FrontendParts:
                 continue
             try:
                 prompts = half.half.members(request, arguments or {})
-                if opened := [new_member(read(prompt)) for prompt in prompts]:
+                if opened := read_members(half.name, prompts, read):
                     members[half.name] = opened
             except BaseException as cause:
                 self._refuse(half, "members", request.request_id, cause)

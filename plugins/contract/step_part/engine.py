@@ -187,7 +187,10 @@ class EngineHalfContext:
         earliest = max(request.num_computed_tokens, releases.all[-1].at if releases.all else 1)
         at, name = earliest if at is None else at, f"release_blocks: {request.request_id!r}"
         if at < earliest:
-            raise ValueError(f"{name}: at: expected a position from {earliest} on, got {at}")
+            cause = "planned tokens" if earliest == request.num_computed_tokens else "a release"
+            raise ValueError(
+                f"{name}: at: expected a position from {earliest} on, because of {cause}, got {at}"
+            )
         if span.step != 1 or not 0 <= span.start <= span.stop <= at:
             raise ValueError(f"{name}: span: expected positions from 0 to {at}, got {span}")
         if features := request.source.features:

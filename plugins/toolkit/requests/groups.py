@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -15,12 +15,25 @@ _PARAMS = SamplingParams(temperature=0.0, seed=0)
 """Sampling parameters of members, which are not sampled."""
 
 
-def new_member(prompt: GivenPrompt) -> EngineCoreRequest:
-    """Return the member with a prompt that was tokenized.
+def read_members(
+    part: str, prompts: Iterable[GivenPrompt], read: Callable[[GivenPrompt], GivenPrompt]
+) -> list[EngineCoreRequest]:
+    """Return the members with the prompts of a part; `read` tokenizes a prompt.
 
     Raises:
-        TypeError: it has other fields than those of members.
+        RequestError: a prompt is malformed.
+        TypeError: a prompt has other fields than those of members.
     """
+    members = []
+    for index, prompt in enumerate(prompts):
+        try:
+            members.append(_new_member(read(prompt)))
+        except RequestError as error:
+            raise RequestError(f"members.{part}[{index}].{error}") from error
+    return members
+
+
+def _new_member(prompt: GivenPrompt) -> EngineCoreRequest:
     if not prompt.fields.keys() <= {"lora"}:
         raise TypeError(f"expected fields among lora, got {shown(sorted(prompt.fields))}")
     return EngineCoreRequest(

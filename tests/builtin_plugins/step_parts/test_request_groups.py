@@ -195,3 +195,22 @@ def test_aborted_groups_leave_nothing(llm):
     while llm.engines.scheduler_stats().num_running and time.monotonic() < deadline:
         time.sleep(0.01)
     assert llm.engines.scheduler_stats().kv_cache_usage == 0.0
+
+
+def test_a_malformed_prompt_of_a_member_is_named(llm):
+    with pytest.raises(RequestError, match=r"members\.mixed\[1\]\.prompt.*: expected"):
+        llm.generate(["say"], params(["no", [-1]]))
+
+
+def test_a_group_that_waits_for_slots_is_explained(scripted):
+    config = scripted_config(scripted, {**MIXED, "scheduler": {"max_num_seqs": 3}})
+    with LLM(config=config) as llm:
+        engine = llm.llm_engine
+        for name in ("first", "second"):
+            engine.add_request(name, "say", params(["no"], max_tokens=8))
+        engine.step()
+        reason = engine.why_waiting("second")[0]
+        assert reason.message == (
+            "2 requests are running, of 3 at most (max_num_seqs); it and its members are 2"
+        )
+        assert (reason.needed, reason.available) == (2, 1)

@@ -7,6 +7,7 @@ from support.broken import media_parts, verifiers
 from support.broken import step_part_amounts as amounts
 from support.broken import step_parts as broken
 from support.kit_suites import GENERAL, assert_fails, each_broken, messages_of, shorten, suite_tests
+from support.plugins import releasing
 
 from hardpoint.testing import StepPartSuite
 
@@ -273,6 +274,13 @@ def test_parts_with_right_amounts_and_rows_pass(cls):
     calls = {"calls": [("total", {})]} if cls is amounts.Budget else {}
     tests = ["steps", "amounts", "drafts", "effect", "lost_plans", "calls"]
     assert messages_of(StepPartSuite, {"part": cls, **calls}, tests) == {}
+
+
+def test_steps_end_where_a_part_releases_blocks():
+    releasing.Borders.num_ends = 0
+    tests = ["steps", "alone_as_together", "lost_plans"]
+    assert messages_of(StepPartSuite, {"part": releasing.Borders}, tests) == {}
+    assert releasing.Borders.num_ends > 20
 
 
 def test_an_effect_outside_of_the_engine_is_not_proved():

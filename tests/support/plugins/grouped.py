@@ -16,7 +16,7 @@ class Mixed(StepPart):
     named_only = True
 
     class Arguments(plugins.Arguments):
-        prompts: list[str]
+        prompts: list[str | list[int]]
         fails_at: int = -1
         gives: str = "sum"
 
@@ -31,7 +31,10 @@ class Prompts(FrontendHalf):
     def members(self, request, arguments):
         if "" in arguments["prompts"]:
             raise KeyError("empty")
-        return [GivenPrompt(text=text) for text in arguments["prompts"]]
+        return [
+            GivenPrompt(text=prompt) if isinstance(prompt, str) else GivenPrompt(token_ids=prompt)
+            for prompt in arguments["prompts"]
+        ]
 
 
 class Sum(WorkerHalf):

@@ -21,7 +21,8 @@ from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule
 
 from .compared import compare, compare_by_place
-from .session import CallTrace, RequestScript, StepPartSession, with_id
+from .scripts import RequestScript, with_id
+from .session import CallTrace, StepPartSession
 
 __all__ = ["AMOUNTS", "check_amounts"]
 

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 from hardpoint.testing.suite import Rule
 
 from .compared import compare_by_place
-from .session import CallTrace, RequestScript, StepPartSession, with_id
+from .scripts import RequestScript, with_id
+from .session import CallTrace, StepPartSession
 
 __all__ = ["DRAFT_ROWS", "check_draft_rows"]
 

@@ -76,11 +76,11 @@ def completes(half: FrontendHalf, requests: Sequence[EngineCoreRequest]) -> bool
         request_copy = copy.deepcopy(request)
         try:
             half.prepare(request_copy, None)
+            if any(half.members(request_copy, args) for args in request_copy.plugin_args.values()):
+                return True
         except RequestError:
             return True
         if snapshot(request_copy) != snapshot(request) or half.reads_answer(request_copy):
-            return True
-        if any(half.members(request_copy, args) for args in request_copy.plugin_args.values()):
             return True
         if half.output_format(request_copy, None) is not None:
             return True

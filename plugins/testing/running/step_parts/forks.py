@@ -13,7 +13,8 @@ from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.testing.suite import Rule
 
 from .compared import compare
-from .session import RequestScript, StepPartSession, with_id
+from .scripts import RequestScript, with_id
+from .session import StepPartSession
 
 __all__ = ["FORKS", "check_fork"]
 

@@ -32,48 +32,16 @@ from hardpoint.testing.suite import Rule, short_repr
 
 from . import rules
 from .encoding import FeaturePlans
+from .scripts import RequestScript, drawn, guessed
 from .worker import PositionRows, Rows, WorkerSteps
 
-__all__ = [
-    "CallTrace",
-    "RequestScript",
-    "StepPartSession",
-    "with_id",
-    "without_features",
-]
+__all__ = ["CallTrace", "StepPartSession"]
 
 _MAX_RUNNING = 8
 _MAX_STEPS = 2000
 _NO_DRAFT = SchedulerOutput.NO_DRAFT
 _OTHER = "other"  # a request that uses no part
 _WITHOUT_EFFECT = ("uses", "needs_results")
-
-
-@dataclass(frozen=True)
-class RequestScript:
-    """The life of one request.
-
-    Attributes:
-        request: as it arrives.
-        arrives: step in which it does.
-        steps: tokens or drafts that it gets at most, then it ends.
-        seed: seed of its drafts and of the choice among allowed tokens.
-        preempted_after: number of its steps after which it is preempted; 0 is never.
-        ends: "finish"; "refused", after its check; "aborted", in the step after its arrival.
-        begun: steps in which the outputs that it comes with were sampled.
-        outputs: its tokens if they are known, which its drafts guess, some of them wrong; empty
-            for a request without drafts. Then each token depends on its index, `steps` is the
-            number of tokens, and a draft is accepted if it is the token. None draws drafts.
-    """
-
-    request: EngineCoreRequest
-    arrives: int = 0
-    steps: int = 3
-    seed: int = 0
-    preempted_after: int = 0
-    ends: str = "finish"
-    begun: int = 0
-    outputs: Sequence[int] | None = None
 
 
 @dataclass
@@ -121,6 +89,7 @@ class _Live:
     lost_rows: bytes | None = None
     was_lost: bool = False
     num_computed: int = 0
+    num_planned: int = 0  # tokens in this step, which may end before the last known token
     encodes: list[int] = field(default_factory=list)  # features, in this step
     drafts: list[int] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)  # by the part
@@ -129,6 +98,24 @@ class _Live:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step computes the last known token."""
+        return self.num_computed + self.num_planned >= self.request.num_tokens
+
+    def plan(self) -> None:
+        """Set the tokens of this step, which ends before the next release of blocks."""
+        known = self.request.num_tokens - self.num_computed
+        releases, self.num_planned = self.request.releases, known + len(self.drafts)
+        if releases is not None:
+            self.num_planned = min(self.num_planned, releases.num_before_next(self.num_computed))
+            self.drafts = self.drafts[: max(self.num_planned - known, 0)]
+        self.request.num_computed_tokens = self.num_computed + self.num_planned
+
+    def computed(self, num_tokens: int) -> None:
+        """Note how many tokens have been computed."""
+        self.num_computed = self.request.num_computed_tokens = num_tokens
 
 
 class StepPartSession:
@@ -257,7 +244,7 @@ class StepPartSession:
         self._finished.append(live.request_id)
 
     def _release(self, live: _Live) -> None:
-        live.num_computed = 0
+        live.computed(0)
         self._features.left(live.request)
         if self._running.pop(live.request_id, None) is not None:
             self._used.subtract(live.trace.cost)
@@ -310,6 +297,7 @@ class StepPartSession:
         batch = [live for live in self._running.values() if self._encode(live)]
         for live in batch:
             live.drafts = self._draw_drafts(live)
+            live.plan()
         plan = self._plan(batch)
         self._seconds = 0.0
         for name in self._finished:
@@ -330,7 +318,8 @@ class StepPartSession:
             return True
         mask = self._call(rules.MASKS, "mask", plan)
         rows = rules.check_mask(mask, users, self._vocab_size)
-        for live in batch:
+        sampling = [live for live in batch if live.samples]
+        for live in sampling:
             self._check_again(live, rows, lost)
         if lost:
             self._lose(plan)
@@ -382,10 +371,7 @@ class StepPartSession:
             request = live.request
             outputs, resumed = list(request.output_token_ids), request.num_preemptions > 0
             new.append(NewRequest(request.source, outputs, [[0]], 0, resumed))
-        num = {
-            live.request_id: live.request.num_tokens - live.num_computed + len(live.drafts)
-            for live in batch
-        }
+        num = {live.request_id: live.num_planned for live in batch}
         if self._step % 3 == 0:
             cached.append(_OTHER)
             computed.append(0)
@@ -422,7 +408,8 @@ class StepPartSession:
         if not live.num_computed:  # its prompt is computed, with the output of one that resumes
             return []
         if live.script.outputs is not None:
-            return self._guessed(live, live.script.outputs)
+            done = len(live.request.output_token_ids)
+            return guessed(live.script.outputs, done, live.script.seed, self._vocab_size)
         if live.proposed:
             return live.proposed
         tokens = self._drawn(live)
@@ -430,24 +417,8 @@ class StepPartSession:
             tokens[-1] = _NO_DRAFT
         return tokens
 
-    def _guessed(self, live: _Live, outputs: Sequence[int]) -> list[int]:
-        """Return drafts of a request with known tokens: right ones, and sometimes a wrong one.
-
-        Some drafts do not exist, as if a proposer had no guess.
-        """
-        done = len(live.request.output_token_ids)
-        drawn = random.Random(f"{live.script.seed} {done} guesses")
-        right = list(outputs[done:-1])[: drawn.choice([0, 1, 2, 3])]
-        left = len(outputs) - 1 - done - len(right)
-        if left <= 0 or drawn.random() < 0.5:
-            return right
-        wrong = (outputs[done + len(right)] + 1) % self._vocab_size
-        return [*right, drawn.choice([wrong, _NO_DRAFT])]
-
     def _drawn(self, live: _Live) -> list[int]:
-        drawn = random.Random(f"{live.script.seed} {live.num_steps} drafts")
-        count = drawn.choice([0, 0, 1, 2])
-        return [drawn.randrange(self._vocab_size) for _ in range(count)]
+        return drawn(f"{live.script.seed} {live.num_steps} drafts", self._vocab_size)
 
     def _check_again(self, live: _Live, rows: Mapping[str, Any], lost: bool) -> None:
         """Compare the mask of a plan with the mask of the lost plan before it."""
@@ -475,14 +446,16 @@ class StepPartSession:
             batch: requests of the plan that use the part.
             rows: the mask's rows, by request.
         """
-        sampled = {live.request_id: self._sample(live, rows) for live in batch}
+        sampling = [live for live in batch if live.samples]
+        sampled = {live.request_id: self._sample(live, rows) for live in sampling}
         if _OTHER in plan.num_scheduled_tokens:
             sampled[_OTHER] = [0]
         output = ModelRunnerOutput(sampled_token_ids=sampled)
         changed, by_position = self._run_worker(plan, data, output)
         faults = self._call(rules.RESULTS, "result", plan, output)
         rules.check_faults(faults, {live.request_id for live in batch})
-        for live in batch:
+        self._take_chunks([live for live in batch if live not in sampling], faults or {})
+        for live in sampling:
             request_rows = rows.get(live.request_id)
             live.trace.tokens.append(sampled[live.request_id])
             live.trace.masks.append(None if request_rows is None else request_rows.tobytes())
@@ -496,26 +469,38 @@ class StepPartSession:
                 continue
             for token in sampled[live.request_id]:
                 live.request.append(token)
-            live.num_computed = live.request.num_tokens - 1
+            live.computed(live.request.num_tokens - 1)
             if live.request.source.features:
                 self._features.computed(live.request, live.num_computed)
-            ends = live.request.source.eos_token_ids
-            is_by_index = live.script.outputs is not None
-            length = len(live.request.output_token_ids) if is_by_index else live.num_steps
-            if length >= live.script.steps or set(ends) & {*sampled[live.request_id]}:
-                self._end(live, "finished")
-            elif live.num_steps == live.script.preempted_after:
-                self._release(live)
-                live.sent, live.request.num_preemptions = False, 1
-                self._preempted.add(live.request_id)
-                self._waiting.insert(0, live)
+            self._end_step(live, sampled[live.request_id])
         if self.half.is_active:
-            outputs = [_output(live, sampled[live.request_id]) for live in batch]
+            outputs = [_output(live, sampled[live.request_id]) for live in sampling]
             before = msgspec.msgpack.encode(outputs)
             self._call(rules.RESULTS, "publish", {0: EngineCoreOutputs(outputs=outputs)})
             if msgspec.msgpack.encode(outputs) != before:
                 self.effects.add("publish")
         self._call(rules.RESULTS, "updated", plan)
+
+    def _end_step(self, live: _Live, tokens: Sequence[int]) -> None:
+        """End or preempt a request after a step, as its script says."""
+        ends = live.request.source.eos_token_ids
+        is_by_index = live.script.outputs is not None
+        length = len(live.request.output_token_ids) if is_by_index else live.num_steps
+        if length >= live.script.steps or set(ends) & {*tokens}:
+            self._end(live, "finished")
+        elif live.num_steps == live.script.preempted_after:
+            self._release(live)
+            live.sent, live.request.num_preemptions = False, 1
+            self._preempted.add(live.request_id)
+            self._waiting.insert(0, live)
+
+    def _take_chunks(self, chunks: Sequence[_Live], faults: Collection[str]) -> None:
+        """Note the tokens of requests without a new token: a release ended their step."""
+        for live in chunks:
+            live.sent = True
+            live.computed(live.num_computed + live.num_planned)
+            if live.request_id in faults:
+                self._end(live, "fault")
 
     def _keep_rows(
         self,
@@ -606,18 +591,6 @@ def _output(live: _Live, sampled: Sequence[int]) -> EngineCoreOutput:
     return EngineCoreOutput(
         request_id=live.request_id, new_token_ids=list(sampled), finish_reason=ended
     )
-
-
-def with_id(script: RequestScript, request_id: str, **changes: Any) -> RequestScript:
-    """Return a script with another request id and other changes."""
-    request = msgspec.structs.replace(script.request, request_id=request_id)
-    return RequestScript(**{**vars(script), **changes, "request": request})
-
-
-def without_features(script: RequestScript) -> RequestScript:
-    """Return a script with a request without features."""
-    request = msgspec.structs.replace(script.request, features=())
-    return dataclasses.replace(script, request=request)
 
 
 def _engines_own(arguments: Sequence[Any]) -> list[Any]:

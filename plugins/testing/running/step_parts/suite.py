@@ -60,7 +60,8 @@ from .frontend import (
 )
 from .groups import OPENED, check_group
 from .media import PLACED, MediaPrompt, check_media, check_taken, prompt_of
-from .session import RequestScript, StepPartSession, with_id, without_features
+from .scripts import RequestScript, with_id, without_features
+from .session import StepPartSession
 
 USED = "requests: some use the part, and run"
 SPEED = Rule(

@@ -111,9 +111,11 @@ class WorkerSteps:
         if self._overrides("after_layers"):
             self._call("after_layers")
         if names and self._overrides("logits"):
-            sampled = {name: 1 + len(drafts.get(name, ())) for name in names}
-            places = {name: firsts[name] + num_tokens[name] - sampled[name] for name in names}
-            last = _Step(sampled, names, seeds, places)
+            sampled = {
+                n: 1 + len(drafts.get(n, ())) for n in names if n in output.sampled_token_ids
+            }
+            places = {name: firsts[name] + num_tokens[name] - sampled[name] for name in sampled}
+            last = _Step(sampled, list(sampled), seeds, places)
             self._change(last, "logits", "logits", self._vocab_size)
             step.add(last)
         self._read_result(names, output)
@@ -326,7 +328,7 @@ class _Step:
         self.by_position: dict[str, PositionRows] = {name: {} for name in names}
 
     def add(self, other: _Step) -> None:
-        for name in self.names:
+        for name in other.changed.keys() & self.changed.keys():
             self.changed[name] |= other.changed[name]
             self.by_position[name] |= other.by_position[name]
 

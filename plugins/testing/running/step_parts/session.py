@@ -482,7 +482,7 @@ class StepPartSession:
         self._call(rules.RESULTS, "updated", plan)
 
     def _end_step(self, live: _Live, tokens: Sequence[int]) -> None:
-        """End or preempt a request after a step, as its script says."""
+        """End or preempt a request after a step, as its script has it."""
         ends = live.request.source.eos_token_ids
         is_by_index = live.script.outputs is not None
         length = len(live.request.output_token_ids) if is_by_index else live.num_steps

@@ -35,6 +35,7 @@ from hardpoint.plugins.server.journals import JournalUse
 
 from .argument_parser import ProgramParser, check_encoding, global_options
 from .command_plugins import OwnedCommands, collect_commands
+from .interrupts import no_lost_interrupts
 from .standard_streams import Messages, discard_unwritten, prepare_streams
 
 __all__ = ["main"]
@@ -143,7 +144,8 @@ def _config_type(load: _Load) -> type[EngineConfig]:
 
 def _run(arguments: list[str], shared: argparse.Namespace, messages: Messages) -> int:
     load = _loader(shared)
-    parser, commands, problem = _prepare(load)
+    with no_lost_interrupts():
+        parser, commands, problem = _prepare(load)
     for warning in unknown_variables():
         _log.warning("%s", warning)
     if (
@@ -226,10 +228,12 @@ def _context(
         if problem is not None:
             raise problem
 
+    @no_lost_interrupts()
     def load_catalog(config: EngineConfig, sources: ConfigSources) -> PluginCatalog:
         check()
         return Catalog(resolve_plugins(config, sources), config, sources)
 
+    @no_lost_interrupts()
     def open_model(config: EngineConfig, sources: ConfigSources) -> Generator:
         check()
         from .llm import open_resolved  # noqa: PLC0415 - torch takes a second to import
@@ -238,6 +242,7 @@ def _context(
             messages.show_log()
         return open_resolved(config, sources, progress=False if messages.quiet else None)
 
+    @no_lost_interrupts()
     def open_async(
         config: EngineConfig, sources: ConfigSources, restart: _Restart
     ) -> AsyncGenerator:
@@ -247,6 +252,7 @@ def _context(
         messages.show_log()
         return open_resolved(config, sources, restart=restart)
 
+    @no_lost_interrupts()
     def open_workers(
         config: EngineConfig, sources: ConfigSources, restart: _Restart
     ) -> WorkerGroup:

@@ -41,6 +41,25 @@ sys.argv = ["hardpoint", *{arguments!r}]
 sys.exit(main())
 """
 
+LOSING = """
+import signal, sys
+
+class Losing:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            print("signal", flush=True)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except:
+                print("lost", flush=True)
+
+sys.meta_path.insert(0, Losing())
+from hardpoint.__main__ import main
+
+sys.argv = ["hardpoint", *{arguments!r}]
+sys.exit(main())
+"""
+
 QUIET = (130, "")
 
 
@@ -84,6 +103,15 @@ def test_a_signal_at_any_import_ends_quietly(scripted, module):
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == QUIET
     assert "signal" in ended.stdout  # that module is imported
+
+
+@pytest.mark.parametrize("module", ["torch", "hardpoint.async_llm", "transformers"])
+def test_libraries_lose_no_interrupt(scripted, module):
+    """A bare `except` around an import within a library would swallow a KeyboardInterrupt."""
+    code = LOSING.format(module=module, arguments=arguments_of(scripted))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == QUIET
+    assert ended.stdout == "signal\nlost\n"
 
 
 def test_signals_that_are_ignored_stay_so(scripted):

@@ -19,8 +19,11 @@ from typing import Any
 import pytest
 
 from support.left_out import LEFT_OUT
+from support.process.fork_server import STARTS
 
 ROOT = Path(__file__).resolve().parents[2]
+_MANY_STARTS = 5
+"""A variable that a test sets for its own engine prevents fewer forks than this."""
 ALWAYS_RUN = ("README.md", "docs/first-plugin.md")
 """Pages whose examples every run executes."""
 
@@ -305,16 +308,24 @@ class Selection:
         output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
         if output is not None:
             output["left_out"] = self._left_out
+            output["not_forked"] = dict(STARTS.not_forked)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Receive the count of a worker; each of them collects all tests."""
-        self._left_out = getattr(node, "workeroutput", {}).get("left_out", self._left_out)
+        """Receive the counts of a worker; each of them collects all tests."""
+        output = getattr(node, "workeroutput", {})
+        self._left_out = output.get("left_out", self._left_out)
+        STARTS.not_forked.update(output.get("not_forked", {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print how many tests this run left out."""
+        """Print how many tests this run left out, and what made starts slow."""
         if self._left_out and not self._all:
             terminalreporter.write_line(f"{self._left_out} tests run only with scripts/test --all")
+        for names, count in STARTS.not_forked.most_common():
+            if count >= _MANY_STARTS:
+                terminalreporter.write_line(
+                    f"{count} engine processes were started, not forked: {names} changed"
+                )
 
 
 def _is(item: pytest.Item, marker: str, patterns: tuple[str, ...]) -> bool:

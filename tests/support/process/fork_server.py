@@ -24,16 +24,17 @@ import tempfile
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE = 2048  # the descriptors of any test
-# Torch and scikit-learn, which sentence-transformers imports, set theirs when they are imported;
-# engine processes do not import these. Those of tests themselves begin with TESTS_.
+# Torch, Ray and scikit-learn, which sentence-transformers imports, set theirs at their import; but
+# engine processes do not import the last two. Those of tests themselves begin with TESTS_.
 _CHANGING = (
-    *("HARDPOINT__", "PYTEST_", "TESTS_", "TORCHINDUCTOR_CACHE_DIR", "KMP_"),
+    *("HARDPOINT__", "PYTEST_", "TESTS_", "TORCHINDUCTOR_CACHE_DIR", "KMP_", "RAY_"),
     *("NOTIFY_SOCKET", "WATCHDOG_"),  # which a server removes
 )
 
@@ -129,9 +130,14 @@ class ForkServer:
             command[:-3] == self._command
             and {name for name, value in options.items() if value is not None} - {"stderr"}
             == {"stdin", "cwd", "pass_fds", "start_new_session"}
-            and _fixed(os.environ) == self._environment
+            and not self.changed_variables()
             and self._popen.poll() is None
         )
+
+    def changed_variables(self) -> list[str]:
+        """Return the names of environment variables that differ from those of the server."""
+        pairs = _fixed(os.environ).items() ^ self._environment.items()
+        return sorted({name for name, _ in pairs})
 
     def fork(self, command: list[str], options: dict[str, Any]) -> ForkedProcess:
         """Return a new child process, which has the descriptors of the options of `Popen`."""
@@ -160,11 +166,14 @@ class EngineStarts:
 
     Attributes:
         forks: whether the current test may have forked ones.
+        not_forked: numbers of processes that were started, by the environment variables that
+            tests or imports had changed.
     """
 
     def __init__(self) -> None:
         """Prepare; the server starts with the first engine process."""
         self.forks = False
+        self.not_forked: Counter[str] = Counter()
         self._server: ForkServer | None = None
         self._lock = threading.Lock()
 
@@ -194,6 +203,8 @@ class EngineStarts:
             self.start_server()
             if self._server.serves(command, options):
                 return self._server.fork(command, options)
+            if changed := self._server.changed_variables():
+                self.not_forked[", ".join(changed)] += 1
         return subprocess.Popen(command, **options)
 
 

@@ -20,8 +20,8 @@ from hardpoint.plugins.requests.stats import PrefixCacheStats, SchedulerStats
 from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule
 
+from ..request_scripts import RequestScript, with_id
 from .compared import compare, compare_by_place
-from .scripts import RequestScript, with_id
 from .session import CallTrace, StepPartSession
 
 __all__ = ["AMOUNTS", "check_amounts"]

@@ -12,7 +12,7 @@ from hardpoint.plugins import EngineHalf, GrammarBitmask, SchedulerOutput, StepP
 from hardpoint.testing.reporting.calls import CLOSE, call
 from hardpoint.testing.suite import Rule
 
-from .scripts import RequestScript
+from ..request_scripts import RequestScript
 from .session import CallTrace
 
 __all__ = ["Halves", "PlainHalf", "block_hashes", "compare", "compare_by_place"]

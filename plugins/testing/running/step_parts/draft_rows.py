@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 
 from hardpoint.testing.suite import Rule
 
+from ..request_scripts import RequestScript, with_id
 from .compared import compare_by_place
-from .scripts import RequestScript, with_id
 from .session import CallTrace, StepPartSession
 
 __all__ = ["DRAFT_ROWS", "check_draft_rows"]

@@ -12,8 +12,8 @@ from msgspec import structs
 from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.testing.suite import Rule
 
+from ..request_scripts import RequestScript, with_id
 from .compared import compare
-from .scripts import RequestScript, with_id
 from .session import StepPartSession
 
 __all__ = ["FORKS", "check_fork"]

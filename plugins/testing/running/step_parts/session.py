@@ -30,9 +30,9 @@ from hardpoint.plugins.requests.plan import CachedRequests, NewRequest, PartData
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr
 
+from ..request_scripts import RequestScript, drawn, guessed
 from . import rules
 from .encoding import FeaturePlans
-from .scripts import RequestScript, drawn, guessed
 from .worker import PositionRows, Rows, WorkerSteps
 
 __all__ = ["CallTrace", "StepPartSession"]

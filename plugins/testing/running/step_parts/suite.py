@@ -41,6 +41,7 @@ from hardpoint.testing.suite import (
 )
 from hardpoint.testing.timing.call_times import CallTimes
 
+from ..request_scripts import RequestScript, with_id, without_features
 from . import rules
 from .amounts import AMOUNTS, check_amounts
 from .building import END, StepPartHalves
@@ -60,7 +61,6 @@ from .frontend import (
 )
 from .groups import OPENED, check_group
 from .media import PLACED, MediaPrompt, check_media, check_taken, prompt_of
-from .scripts import RequestScript, with_id, without_features
 from .session import StepPartSession
 
 USED = "requests: some use the part, and run"

@@ -8,8 +8,11 @@ import errno
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Literal
 
 from hardpoint.configuration.catalog import Catalog
@@ -35,7 +38,6 @@ from hardpoint.plugins.server.journals import JournalUse
 
 from .argument_parser import ProgramParser, check_encoding, global_options
 from .command_plugins import OwnedCommands, collect_commands
-from .interrupts import no_lost_interrupts
 from .standard_streams import Messages, discard_unwritten, prepare_streams
 
 __all__ = ["main"]
@@ -98,6 +100,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+@contextlib.contextmanager
+def _no_lost_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGINT, and again at the end of the block if it was lost there.
+
+    A library loses it by a bare `except` around an import. For the main thread alone, unless the
+    program has a handler of its own or ignores SIGINT.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if usual is not signal.default_int_handler or not in_main_thread:
+        yield
+        return
+    was_interrupted = False
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if was_interrupted:
+            raise KeyboardInterrupt
+
+
 def _exit_code(arguments: list[str], shared: argparse.Namespace, messages: Messages) -> int:
     try:
         check_encoding(arguments)
@@ -144,7 +174,7 @@ def _config_type(load: _Load) -> type[EngineConfig]:
 
 def _run(arguments: list[str], shared: argparse.Namespace, messages: Messages) -> int:
     load = _loader(shared)
-    with no_lost_interrupts():
+    with _no_lost_interrupts():
         parser, commands, problem = _prepare(load)
     for warning in unknown_variables():
         _log.warning("%s", warning)
@@ -228,12 +258,10 @@ def _context(
         if problem is not None:
             raise problem
 
-    @no_lost_interrupts()
     def load_catalog(config: EngineConfig, sources: ConfigSources) -> PluginCatalog:
         check()
         return Catalog(resolve_plugins(config, sources), config, sources)
 
-    @no_lost_interrupts()
     def open_model(config: EngineConfig, sources: ConfigSources) -> Generator:
         check()
         from .llm import open_resolved  # noqa: PLC0415 - torch takes a second to import
@@ -242,7 +270,6 @@ def _context(
             messages.show_log()
         return open_resolved(config, sources, progress=False if messages.quiet else None)
 
-    @no_lost_interrupts()
     def open_async(
         config: EngineConfig, sources: ConfigSources, restart: _Restart
     ) -> AsyncGenerator:
@@ -252,7 +279,6 @@ def _context(
         messages.show_log()
         return open_resolved(config, sources, restart=restart)
 
-    @no_lost_interrupts()
     def open_workers(
         config: EngineConfig, sources: ConfigSources, restart: _Restart
     ) -> WorkerGroup:
@@ -264,13 +290,13 @@ def _context(
 
     return CommandContext(
         load_config=load,
-        load_catalog=load_catalog,
-        open_model=open_model,
+        load_catalog=_no_lost_interrupts()(load_catalog),
+        open_model=_no_lost_interrupts()(open_model),
         version=installed_version(),
         quiet=messages.quiet,
         show_error=messages.error,
-        open_async=open_async,
-        open_workers=open_workers,
+        open_async=_no_lost_interrupts()(open_async),
+        open_workers=_no_lost_interrupts()(open_workers),
         inspect_model=functools.partial(_inspect_model, check),
         config_type=lambda: _config_type(load),
         check_plugin=_check_plugin,

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.cases import nightly_but
 
 from hardpoint.testing import scripted_config
 
@@ -105,7 +106,9 @@ def test_a_signal_at_any_import_ends_quietly(scripted, module):
     assert "signal" in ended.stdout  # that module is imported
 
 
-@pytest.mark.parametrize("module", ["torch", "hardpoint.async_llm", "transformers"])
+@pytest.mark.parametrize(
+    "module", nightly_but(["torch", "hardpoint.async_llm", "transformers"], "torch")
+)
 def test_libraries_lose_no_interrupt(scripted, module):
     """A bare `except` around an import within a library would swallow a KeyboardInterrupt."""
     code = LOSING.format(module=module, arguments=arguments_of(scripted))

@@ -17,10 +17,10 @@ import msgspec
 from hardpoint.host.boundary.parts.gates import without_data
 from hardpoint.plugins import EngineHalf, Request, RequestError
 from hardpoint.plugins.requests.stats import PrefixCacheStats, SchedulerStats
+from hardpoint.testing.running.request_scripts import RequestScript, with_id
 from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule
 
-from ..request_scripts import RequestScript, with_id
 from .compared import compare, compare_by_place
 from .session import CallTrace, StepPartSession
 

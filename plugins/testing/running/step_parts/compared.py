@@ -10,9 +10,9 @@ import numpy as np
 from hardpoint.host.boundary.parts.hooks import ENGINE_HOOKS, WORKER_HOOKS
 from hardpoint.plugins import EngineHalf, GrammarBitmask, SchedulerOutput, StepPart, WorkerHalf
 from hardpoint.testing.reporting.calls import CLOSE, call
+from hardpoint.testing.running.request_scripts import RequestScript
 from hardpoint.testing.suite import Rule
 
-from ..request_scripts import RequestScript
 from .session import CallTrace
 
 __all__ = ["Halves", "PlainHalf", "block_hashes", "compare", "compare_by_place"]

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+from hardpoint.testing.running.request_scripts import RequestScript, with_id
 from hardpoint.testing.suite import Rule
 
-from ..request_scripts import RequestScript, with_id
 from .compared import compare_by_place
 from .session import CallTrace, StepPartSession
 

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from msgspec import structs
 
 from hardpoint.plugins.requests.resumed import ResumedOutputs
+from hardpoint.testing.running.request_scripts import RequestScript, with_id
 from hardpoint.testing.suite import Rule
 
-from ..request_scripts import RequestScript, with_id
 from .compared import compare
 from .session import StepPartSession
 

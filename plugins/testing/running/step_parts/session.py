@@ -27,10 +27,10 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.requests.plan import CachedRequests, NewRequest, PartData
+from hardpoint.testing.running.request_scripts import RequestScript, drawn, guessed
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr
 
-from ..request_scripts import RequestScript, drawn, guessed
 from . import rules
 from .encoding import FeaturePlans
 from .worker import PositionRows, Rows, WorkerSteps

@@ -32,6 +32,7 @@ from hardpoint.testing.general.growth import RESOURCES
 from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.pace import EVIDENCE
 from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth
+from hardpoint.testing.running.request_scripts import RequestScript, with_id, without_features
 from hardpoint.testing.suite import (
     NOTHING_DRAWN,
     Rule,
@@ -41,7 +42,6 @@ from hardpoint.testing.suite import (
 )
 from hardpoint.testing.timing.call_times import CallTimes
 
-from ..request_scripts import RequestScript, with_id, without_features
 from . import rules
 from .amounts import AMOUNTS, check_amounts
 from .building import END, StepPartHalves

@@ -88,6 +88,7 @@ def check_schedules(alone, opened, schedules, seed):
                 assert result(output) == (tokens[:count], values[:count]), (chosen, counts)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("engine", "cache_dtype"),
     [  # with few blocks, prompts are also divided

@@ -62,6 +62,7 @@ def test_beams_do_not_depend_on_the_engine(beams, name):
     check(beams, CASES, SETTINGS[name])
 
 
+@pytest.mark.nightly
 async def test_an_abort_ends_a_request_and_its_forks(scripted):
     from hardpoint.testing import scripted_config
 

@@ -119,6 +119,7 @@ def test_fp32_tokens_do_not_depend_on_scheduling(stack, half):
     assert (stats.prefix_cache.hit_tokens > 100) == ("no prefix cache" not in stack)
 
 
+@pytest.mark.nightly
 def test_bf16_is_as_near_to_fp32_as_transformers_own():
     """Teacher-forced argmax over the same text, against fp32."""
     texts = [each.prompt_ids + each.tokens for each in LONG_GREEDY]

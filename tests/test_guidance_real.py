@@ -56,6 +56,7 @@ def check(acme_guidance, monkeypatch, settings) -> None:
             assert stats.num_preemptions
 
 
+@pytest.mark.nightly
 def test_guided_tokens_are_those_of_transformers(acme_guidance, monkeypatch):
     check(acme_guidance, monkeypatch, {})
 

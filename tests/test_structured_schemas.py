@@ -273,6 +273,7 @@ def validate(name, schema, text):
     assert not errors, (name, errors, schema, text)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", [0, pytest.param(8, marks=pytest.mark.nightly)])
 def test_answers_that_ended_are_valid_and_others_run_as_ever(llm, first):
     seeds = range(first, first + 8)

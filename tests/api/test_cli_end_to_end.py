@@ -151,6 +151,7 @@ def test_chat_on_a_terminal(folder, term):
     assert terminal.exit_code("\x04") == 0
 
 
+@pytest.mark.nightly
 def test_a_narrow_terminal_gets_a_paste_a_completion_and_whole_words(folder):
     terminal = Terminal(folder, "chat", "--temperature", "0", columns=20)
     terminal.expect("/help lists the commands")

@@ -374,6 +374,7 @@ def server(package, scripted, tmp_path):
     process.wait(WAIT_SECONDS)
 
 
+@pytest.mark.nightly
 def test_a_server_watches_files(package, server):
     process, lines, reader = server
     reader.start()

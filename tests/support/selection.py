@@ -48,7 +48,6 @@ _NIGHTLY = (
     # What other engines show.
     "tests/test_beams_real.py::test_beams_are_those_of_transformers*",
     "tests/deployment/bench/test_startup.py::test_a_start_by_stage",
-    "tests/test_stranger_small.py::test_its_own_tests_pass[[]acme_taps]",
     "tests/api/test_interrupted_start.py::*[[]starlette.requests]",
     "tests/api/test_interrupted_start.py::*[[]hardpoint.async_llm]",
     "tests/plugins/testing/test_output_parsers_of_families.py::*::test_resources",
@@ -177,7 +176,6 @@ _NIGHTLY = (
     "tests/test_adapters.py::test_a_changing_batch_*[[]Counting*]",
     "tests/test_compatibility.py::test_a_frozen_wheel_runs[[]contract_1-False]",
     "tests/test_compatibility.py::test_frozen_wheels_of_every_kind_*[[]models]",
-    "tests/test_stranger_small.py::test_its_own_tests_pass[[]acme_watermark]",
     "tests/test_stranger_step_part.py::*::test_a_fault_ends_the_requests_*[[]False]",
     "tests/process/test_matrix.py::test_a_row[[]40]",
     "tests/process/test_composition.py::test_drafts_change_nothing[[]an engine process]",

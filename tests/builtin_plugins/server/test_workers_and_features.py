@@ -76,6 +76,7 @@ def test_all_workers_speak_https(server):
         httpx.get(server.url.replace("https", "http"))
 
 
+@pytest.mark.nightly
 def test_a_session_is_that_of_all_workers(server):
     cached = answers(server, session="anna", retain_seconds=60)
     outcomes = {r.json()["choices"][0]["part_figures"]["retention"]["outcome"] for r in cached}

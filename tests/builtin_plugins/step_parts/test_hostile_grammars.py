@@ -583,6 +583,7 @@ def num_answers():
     return sum(isinstance(item, AnswerWriter) for item in gc.get_objects())
 
 
+@pytest.mark.nightly
 def test_nothing_of_a_request_stays_in_the_engine(scripted):
     with contextlib.closing(scripted_engine(scripted)) as engine:
         for index in range(5):

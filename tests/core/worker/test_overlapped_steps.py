@@ -98,6 +98,7 @@ def test_overlapped_equals_alone(open_engine, expected, extra, per_step):
     assert KnownOps.opened[-1].num_overlaps > 5
 
 
+@pytest.mark.nightly
 def test_overlapped_in_another_process(open_engine, expected, tmp_path):
     path = tmp_path / "overlaps"
     tables = {

@@ -87,6 +87,7 @@ def test_batched_equals_alone(folder, alone, extra):
         )  # what is shared is in the cache
 
 
+@pytest.mark.nightly
 def test_an_engine_process_gives_the_same(folder, alone):
     with open_llm(folder, in_process=False) as llm:
         assert complete(llm, jobs()) == alone

@@ -106,6 +106,7 @@ def test_a_batch_is_the_same_as_each_alone(folder, alone, tables):
         assert results(second) == alone[name], name
 
 
+@pytest.mark.nightly
 def test_preempted_requests_are_the_same_as_alone(folder):
     prompts = [prompt("abcdefg", index, "xyz") for index in range(4)] * 2
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=3)

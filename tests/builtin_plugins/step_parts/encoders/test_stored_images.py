@@ -139,6 +139,7 @@ def test_the_tokens_of_an_image_without_it_share_no_block(folder):
         assert asked(llm, first.prompt_token_ids, 8).num_cached_tokens == 8
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "in_step",
     nightly_but(

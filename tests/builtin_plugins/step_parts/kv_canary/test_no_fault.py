@@ -108,6 +108,7 @@ def test_nothing_is_built_unless_it_is_on(scripted, on, monkeypatch):
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("groups", [True, False])
 def test_windows_and_layers(tmp_path, groups):
     fields = {

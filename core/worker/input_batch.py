@@ -104,6 +104,7 @@ class InputBatch:
         num_groups: int = 1,
         *,
         packs: bool = False,
+        attention_defaults: Any = None,
     ) -> None:
         """Allocate the arrays; their memory is touched as rows fill.
 
@@ -111,9 +112,10 @@ class InputBatch:
             max_num_seqs: rows.
             num_groups: KV cache groups; each has a block table for each row.
             packs: whether a step's tensors are parts of one, which one copy takes to a device.
+            attention_defaults: arguments for the attention backend of requests that have none.
         """
         self.max_model_len, self.block_size = max_model_len, block_size
-        self._packs = packs
+        self._packs, self._attention_defaults = packs, attention_defaults
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         width = -(-max_model_len // block_size)
         self._blocks = np.zeros((num_groups, max_num_seqs, width), dtype=np.int32)
@@ -132,6 +134,7 @@ class InputBatch:
         self._late_at = np.full(max_num_seqs, -1, dtype=np.int64)  # index of a row's late token
         self._drafted: set[str] = set()  # requests with drafts in their last step
         self._spans: Spans | None = None  # of requests with bidirectional attention, if any came
+        self._for_attention: dict[str, Any] = {}  # arguments of requests that have some
         self._requests: list[LogitsRequest] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
@@ -149,6 +152,7 @@ class InputBatch:
         num_computed_tokens: int,
         step: int = 0,
         second_type_start: int | None = None,
+        attention: Any = None,
     ) -> None:
         """Add a request in the lowest free row.
 
@@ -158,6 +162,7 @@ class InputBatch:
             num_computed_tokens: number of tokens with keys and values in these blocks.
             step: number of the plan that adds it.
             second_type_start: as in EngineCoreRequest.
+            attention: its arguments for the attention backend, if it has some.
         """
         row = self._updates.pop_removed()
         if row is None:
@@ -182,6 +187,8 @@ class InputBatch:
         self._blocks[:, row] = 0
         self.extend_blocks(request.request_id, block_ids)
         self._updates.add(self._added(row))
+        if attention is not None:
+            self._for_attention[request.request_id] = attention
 
     def add_spans(self, request: EngineCoreRequest) -> None:
         """Add the bidirectional attention spans of a request that was added."""
@@ -215,6 +222,7 @@ class InputBatch:
             row = known.pop(request_id)
             del self._added_in[request_id]
             self._drafted.discard(request_id)
+            self._for_attention.pop(request_id, None)
             if self._spans is not None:
                 self._spans.remove(request_id)
             self._requests[row] = _FREE_ROW
@@ -365,6 +373,8 @@ class InputBatch:
             )
         ids = torch.from_numpy(token_ids) if packed is None else packed.token_ids
         self._insert_late(ids, row_of, positions)
+        get, defaults = self._for_attention.get, self._attention_defaults
+        arguments = [get(r.request_id, defaults) for r in requests] if self._for_attention else ()
         attention = [
             AttentionStep(
                 query_starts=query_starts,
@@ -375,6 +385,7 @@ class InputBatch:
                 block_size=self.block_size,
                 group=group,
                 sees=sees,
+                arguments=arguments,
                 on_device=None if packed is None else (packed.starts, packed.lens),
             )
             for group, (group_table, group_slots) in enumerate(_by_group(packed, tables, slots))

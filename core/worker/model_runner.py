@@ -442,10 +442,9 @@ class ModelRunner:
         source, outputs = new.source, ReadOnlyList(new.output_token_ids)
         converted: Converted = ReadOnlyDict(), None, None
         if self._sampling is not None:
-            converted = ReadOnlyDict(), self._sampling.default_arguments, None
-            if source.plugin_args or self._sampling.states_key:
-                converted = self._sampling.arguments_of(source)
+            converted = self._sampling.arguments_of(source)
         arguments, sampler_arguments, end = converted
+        types, (attention, fault) = source.second_type_start, self.attention.arguments_of(source)
         is_grouped = bool(source.members) or source.leader is not None
         request = LogitsRequest(
             request_id=source.request_id,
@@ -462,8 +461,8 @@ class ModelRunner:
         )
         if is_grouped:
             batch.groups.add(request)
-        types = source.second_type_start
-        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
+        computed = new.num_computed_tokens
+        batch.add(request, outputs, new.block_ids, computed, step, types, attention)
         if new.released_columns:
             batch.release_columns(request.request_id, new.released_columns)
         if source.features:
@@ -474,7 +473,7 @@ class ModelRunner:
             return
         if source.params.routed_experts and self.model.routed_experts is None:
             end = end or RequestFault("routed_experts: the model is no mixture of experts")
-        end = end or self._sampling.pipeline.start(request, source.observed_before)
+        end = end or fault or self._sampling.pipeline.start(request, source.observed_before)
         if end is not None:
             dict.clear(arguments)  # no processor runs for it until it is reported and removed
             self._broken[request.request_id] = end

@@ -230,6 +230,7 @@ class LocalWorker:
                 config.kv_cache.block_size,
                 len(attention.groups),
                 packs=self.runner.parts.packs,
+                attention_defaults=attention.default_arguments,
             )
             self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks

@@ -9,11 +9,25 @@ from typing import Any
 import torch
 
 from hardpoint.errors import ConfigError, ModelError, PluginFaultError
-from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, Wrapper
+from hardpoint.host.registry.request_arguments import (
+    argument_key,
+    convert_arguments,
+    takes_arguments,
+)
+from hardpoint.plugins import (
+    AttentionBackend,
+    AttentionStep,
+    EngineCoreRequest,
+    KVSpec,
+    RequestError,
+    RequestFault,
+    Wrapper,
+)
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.executor import WorkerInfo
 from hardpoint.plugins.model import Attend, Recur
 from hardpoint.plugins.model.forward import no_states
+from hardpoint.typed import prepared_type
 
 from .checked_model import is_replayable, wrong_result
 from .guard import checked
@@ -39,6 +53,7 @@ class CheckedAttention:
         kv_layout: name and version of the layout.
         is_replayable: whether the backend's class declares it.
         pads: whether it runs steps with padding, which are recorded.
+        default_arguments: of requests without arguments for it; None if it takes none.
     """
 
     def __init__(
@@ -69,7 +84,21 @@ class CheckedAttention:
         self.bytes_per_state = 0 if states is None else states.bytes_per_state
         self.num_states = 0
         self.is_replayable = is_replayable(backend)
-        self.pads = backend.pads and states is None
+        self._arguments_key = argument_key("attention_backends", backend.name)
+        self._arguments_type = prepared_type(type(backend))
+        takes_any = takes_arguments(type(backend))
+        self.default_arguments = self._arguments_type() if takes_any else None
+        self.pads = backend.pads and states is None and not takes_any
+
+    def arguments_of(self, request: EngineCoreRequest) -> tuple[Any, RequestFault | None]:
+        """Return the arguments of a request for the backend, None if it has none; or a fault."""
+        if (plain := request.plugin_args.get(self._arguments_key)) is None:
+            return None, None
+        path = f"plugin_args.{self._arguments_key}"
+        try:
+            return convert_arguments(self.source, self._arguments_type, plain, path), None
+        except RequestError as error:  # the frontend has checked them, but in another process
+            return None, RequestFault(str(error))
 
     def _use_layers(self, specs: Sequence[KVSpec], groups: LayerGroups) -> None:
         _refuse_lacking(self.backend, self.source, specs, self._sees_ahead)

@@ -15,6 +15,7 @@ from hardpoint.errors import PluginContractError, PluginFaultError
 from hardpoint.plugins import PrepareContext, RequestError, SamplingParams
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.model.attention import AttentionBackend
 from hardpoint.plugins.output_parser import OutputParser
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.sampling.phases import Phase
@@ -70,7 +71,7 @@ def check_arguments(target: type[ComponentWithArguments], source: Source) -> Non
         raise PluginContractError(
             f"{source}: it has Prepared but no prepare that returns it; add prepare"
         )
-    always_used = issubclass(target, Sampler | SchedulingPolicy | OutputParser)
+    always_used = issubclass(target, AttentionBackend | Sampler | SchedulingPolicy | OutputParser)
     if issubclass(target, LogitsPlugin) or (target.named_only and not always_used):
         return
     for field in msgspec.structs.fields(prepared):

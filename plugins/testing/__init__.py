@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.kv.peer_suite import PeerKVStoreSuite
     from hardpoint.testing.kv.store_suite import KVStoreSuite
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
-    from hardpoint.testing.model.attention_suite import AttentionBackendSuite
+    from hardpoint.testing.model.attention.suite import AttentionBackendSuite
     from hardpoint.testing.model.loader_suite import WeightLoaderSuite
     from hardpoint.testing.model.model_suite import ModelSuite
     from hardpoint.testing.model.quantization_rules import QuantizedSample
@@ -132,7 +132,7 @@ __all__ = [
 
 _LAZY = {
     "AdapterResolverSuite": "adapter_resolver_suite",
-    "AttentionBackendSuite": "model.attention_suite",
+    "AttentionBackendSuite": "model.attention.suite",
     "EvictionPolicySuite": "scheduling.eviction_suite",
     "CommandSuite": "running.command_suite",
     "ComponentAdapterSuite": "component_adapter_suite",

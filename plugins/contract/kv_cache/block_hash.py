@@ -26,6 +26,7 @@ NO_PARENT = HASH_VERSION.to_bytes(32, "little")
 """The parent hash of a request's first block: the version of the formula."""
 
 _SHA256 = hashlib.sha256()
+_ATTENTION = "attention_backends/"
 
 
 def hash_block(parent: bytes, tokens: bytes, extra: bytes = b"", fresh: Any = _SHA256) -> bytes:
@@ -49,12 +50,13 @@ def extra_keys(
 ) -> dict[int, bytes]:
     """Return the values besides tokens that blocks `first` up to `end` depend on, if any.
 
-    It is a msgpack array: the adapter, the cache salt (first block only, the others inherit it),
+    It is a msgpack array: the adapter, the cache salt (first block only, the others inherit it;
+    with the request's arguments for the attention backend if it has some),
     and the features that the block overlaps with their offsets in the block. Where tokens of type 1
     begin in it, their offset follows.
     """
-    types = _second_type_start(request)
-    is_plain = request.lora is None and request.cache_salt is None and types is None
+    types, whole_salt = _second_type_start(request), _salt(request)
+    is_plain = request.lora is None and whole_salt is None and types is None
     if is_plain and not request.features:
         return {}
     adapter = None if request.lora is None else adapter_key(request.lora)
@@ -66,11 +68,11 @@ def extra_keys(
             features.setdefault(index, []).append(part)
     extras = {}
     for index in range(first, end):
-        salt = request.cache_salt if index == 0 else None
+        salt = whole_salt if index == 0 else None
         if adapter is not None or salt is not None or index in features:
             extras[index] = msgspec.msgpack.encode((adapter, salt, features.get(index, [])))
     if types is not None and first <= (index := types // block_size) < end:
-        salt = request.cache_salt if index == 0 else None
+        salt = whole_salt if index == 0 else None
         key = (adapter, salt, features.get(index, []), types % block_size)
         extras[index] = msgspec.msgpack.encode(key)
     return extras
@@ -82,10 +84,18 @@ def _second_type_start(request: EngineCoreRequest) -> int | None:
     return start if start is not None and start < len(request.prompt_token_ids) else None
 
 
+def _salt(request: EngineCoreRequest) -> str | tuple[str | None, bytes] | None:
+    """Return the salt of a request, with its arguments for the attention backend if it has some."""
+    arguments = {k: v for k, v in request.plugin_args.items() if k.startswith(_ATTENTION)}
+    if not arguments:
+        return request.cache_salt
+    return request.cache_salt, msgspec.json.encode(arguments, order="deterministic")
+
+
 def sharing_key(request: EngineCoreRequest) -> str:
     """Return a text that is equal for requests which may share blocks of the same tokens."""
     adapter = request.lora and adapter_key(request.lora)
-    return repr((request.cache_salt, adapter, _second_type_start(request)))
+    return repr((_salt(request), adapter, _second_type_start(request)))
 
 
 def with_part_keys(extra: bytes, keys: bytes) -> bytes:

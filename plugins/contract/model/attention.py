@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from hardpoint.errors import ModelError
-from hardpoint.plugins.component.base import Component, Context
+from hardpoint.plugins.component.base import Context
 from hardpoint.plugins.component.behaviour import fitting, returns
 from hardpoint.plugins.component.type_variables import CacheT, PlanT
+from hardpoint.plugins.text.arguments import ComponentWithArguments
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,6 +83,8 @@ class AttentionStep:
         group: index of the group.
         sees: int [tokens]; position of the last token that each token sees: its own, or a later one
             of its sequence in this step, never before the preceding token's. None: its own.
+        arguments: arguments of each sequence's request for the backend, of its `Arguments` or
+            `Prepared`. Empty: no sequence has any, so all have the defaults.
         on_device: `starts` and `lens`; None: they are copied when they are needed.
     """
 
@@ -93,6 +96,7 @@ class AttentionStep:
     block_size: int
     group: int = 0
     sees: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    arguments: Sequence[Any] = ()
     on_device: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -135,12 +139,16 @@ class AttentionContext(Context["AttentionBackend"]):
 BYTES = fitting("an int >= 1", lambda value: type(value) is int and value >= 1)
 
 
-class AttentionBackend(Component, Generic[CacheT, PlanT]):
+class AttentionBackend(ComponentWithArguments, Generic[CacheT, PlanT]):
     """Stores keys and values in blocks and computes attention over them. One per device.
 
     `AttentionBackend[Cache, Plan]` as a base types the results of `allocate` and `plan`. A
     constructor raises ModelError if the backend cannot run here, so that `backend = "auto"` tries
     others.
+
+    Requests may give arguments for a class with `Arguments`, each with a default; `plan` reads them
+    in `AttentionStep.arguments`. Keys and values of a prompt are shared by requests with the same
+    arguments alone. Sequences that plugins open over the model have the defaults.
     """
 
     kv_layout: ClassVar[str] = ""
@@ -163,7 +171,10 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     With it, the `rotate` of operations is not called for attention, not even a plugin's own.
     """
     pads: ClassVar[bool] = False
-    """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
+    """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others.
+
+    Without effect in a class with `Arguments`, whose plan depends on the requests of a step.
+    """
     cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
     """Values of `kv_cache.dtype` that it has; others are rejected.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from torch.nn.functional import scaled_dot_product_attention
 
-from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec
+from hardpoint.plugins import Arguments, AttentionBackend, AttentionStep, KVSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,17 +21,20 @@ class Span:
         queries: its tokens in the step.
         blocks: those that hold its keys and values, int64 [blocks].
         length: length of the sequence, the step's tokens included.
+        window: tokens that each token of the request attends to; None is unlimited.
     """
 
     queries: slice
     blocks: torch.Tensor
     length: int
+    window: int | None
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Return which keys each query sees, bool [queries, length]."""
+        """Return which keys each query sees, bool [queries, length]; `window` is the layer's."""
         keys = torch.arange(self.length, device=self.blocks.device)
         ages = keys[self.queries.start - self.queries.stop :, None] - keys
-        return (ages >= 0) if window is None else (ages >= 0) & (ages < window)
+        window = min(window or self.length, self.window or self.length)
+        return (ages >= 0) & (ages < window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +46,20 @@ class Plan:
 
 
 class BySequence(AttentionBackend[torch.Tensor, Plan]):
-    """A cache is [2, blocks, block_size, num_kv_heads, head_size]: keys, then values."""
+    """A cache is [2, blocks, block_size, num_kv_heads, head_size]: keys, then values.
+
+    A request may limit its attention: `plugin_args={"attention_backends/by_sequence":
+    {"window": 256}}`.
+    """
+
+    class Arguments(Arguments):
+        """Arguments of a request.
+
+        Attributes:
+            window: tokens that a token attends to, itself included; None is unlimited.
+        """
+
+        window: Annotated[int, Meta(ge=1)] | None = None
 
     contract = 1
     kv_layout = "acme: keys, then values, [2, blocks, block_size, num_kv_heads, head_size]"
@@ -64,10 +82,11 @@ class BySequence(AttentionBackend[torch.Tensor, Plan]):
     def plan(self, step: AttentionStep) -> Plan:
         """Return the sequences of a step."""
         starts = step.query_starts.tolist()
+        windows = [arguments.window for arguments in step.arguments] or [None] * len(step.seq_lens)
         spans: list[Span] = []
         for i, length in enumerate(step.seq_lens.tolist()):
             blocks = step.block_table[i, : -(-length // step.block_size)]
-            spans.append(Span(slice(starts[i], starts[i + 1]), blocks, length))
+            spans.append(Span(slice(starts[i], starts[i + 1]), blocks, length, windows[i]))
         return Plan(step.slots, spans)
 
     def attend(

@@ -11,9 +11,8 @@ import torch
 from hypothesis import strategies as st
 
 from hardpoint.plugins import AttentionBackend, KVSpec
+from hardpoint.testing.model.sequences import SequenceBlocks, WholeHistory
 from hardpoint.testing.suite import Rule, short_repr
-
-from .sequences import SequenceBlocks, WholeHistory
 
 RESULT = Rule(
     "result: attend returns a tensor of the shape, dtype and device of q",

@@ -8,20 +8,36 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 
+from hardpoint.host.registry.request_arguments import takes_arguments
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import GeneralComponentSuite, first_device
 from hardpoint.testing.general.suite import InUse
+from hardpoint.testing.model.sequences import (
+    SequenceBlocks,
+    WholeHistory,
+    ordered,
+    softmax_attention,
+)
 from hardpoint.testing.snapshots import snapshot, without_growth
-from hardpoint.testing.suite import Rule, Violation, checks, short_repr
+from hardpoint.testing.suite import Rule, Violation, checks
 from hardpoint.toolkit.kv_codes import CODE_DTYPES
 
-from .attention_cases import (
+from .arguments import ARGUMENTS, LENGTH, NAMES, check_arguments
+from .block_views import (
+    BLOCK_VIEWS,
+    MOVED_BLOCKS,
+    NUM_BLOCKS,
+    check_size,
+    check_views,
+    move_blocks,
+    tensors_of,
+)
+from .cases import (
     BLOCKS,
     CACHE,
     CAUSAL,
@@ -31,7 +47,6 @@ from .attention_cases import (
     HEADS,
     LAYERS,
     PADDING,
-    RESULT,
     ROTATES,
     ROWS,
     SEES,
@@ -53,16 +68,7 @@ from .attention_cases import (
     tolerance,
     value_size,
 )
-from .block_views import (
-    BLOCK_VIEWS,
-    MOVED_BLOCKS,
-    NUM_BLOCKS,
-    check_size,
-    check_views,
-    move_blocks,
-    tensors_of,
-)
-from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
+from .padding import check_padding
 
 _NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
 _MOVED_LENGTHS = (17, 3, 1)
@@ -330,6 +336,18 @@ class AttentionBackendSuite(GeneralComponentSuite):
             check = functools.partial(self._check_rows, dtype)
             self._search(ROWS.text, 60, check, case=cases)
 
+    def test_arguments(self) -> None:
+        """A sequence has the result of its own arguments, alone and in a step with others. Only if
+        the class has `Arguments`; needs the suite's `arguments`.
+        """
+        if not takes_arguments(self.backend):
+            pytest.skip("the backend takes no arguments of requests")
+        if self.arguments is None:
+            raise ARGUMENTS.violation("the suite has no `arguments`, a strategy that draws some")
+        drawn = self._drawn_arguments(vocab_size=100)
+        chosen = st.lists(drawn, min_size=len(NAMES), max_size=len(NAMES))
+        self._search(ARGUMENTS.text, 40, self._check_arguments, arguments=chosen)
+
     def test_block_views(self) -> None:
         """Blocks can be copied as bytes, to other blocks and other caches."""
         backend = self._make(self.block_sizes[0])
@@ -512,45 +530,11 @@ class AttentionBackendSuite(GeneralComponentSuite):
 
     @torch.inference_mode()
     def _check_padding(self, block_size: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-        """Run a prompt of a block, then a recorded step: two sequences, the rest is padding."""
-        backend, device = self._make(block_size, dtype), self._device()
-        spec = KVSpec(*heads, self.head_sizes[0], 0.4)
-        cache, history = backend.allocate(spec, 4), WholeHistory(spec, self.reference)
-        generator = torch.Generator().manual_seed(0)
-        # The last slot, which is that of index -1, is in the first block of a.
-        tables = torch.tensor([[3, 0], [1, 2]], device=device)
-        places = tables[:, :1] * block_size + torch.arange(block_size, device=device)
-        prompt = AttentionStep(
-            query_starts=np.arange(3) * block_size,
-            seq_lens=np.full(2, block_size),
-            num_single=2 if block_size == 1 else 0,
-            block_table=tables[:, :1].contiguous(),
-            slots=places.flatten(),
-            block_size=block_size,
-        )
-        q, k, v = self._inputs(generator, spec, 2 * block_size, dtype)
-        backend.attend(spec, cache, backend.plan(prompt), q.clone(), k.clone(), v.clone())
-        history.append([("a", block_size), ("b", block_size)], k, v)
-        size, counts = 5, [("a", 1), ("b", 1)]
-        table = torch.zeros(size, 3, dtype=torch.int64, device=device)
-        slots, lens = torch.full_like(table[:, 0], -1), torch.zeros_like(table[:, 0])
-        recorded = AttentionStep(
-            query_starts=np.arange(size + 1),
-            seq_lens=np.full(size, 3 * block_size),
-            num_single=size,
-            block_table=table,
-            slots=slots,
-            block_size=block_size,
-            on_device=(torch.arange(size + 1, device=device), lens),
-        )
-        plan = backend.plan(recorded)
-        table[:2, :2], slots[:2], lens[:2] = tables, tables[:, 1] * block_size, block_size + 1
-        q, k, v = self._inputs(generator, spec, size, dtype)
-        out = backend.attend(spec, cache, plan, q.clone(), k.clone(), v.clone())
-        history.append(counts, k[:2], v[:2])
-        if not isinstance(out, torch.Tensor) or out.shape != q.shape:
-            raise RESULT.violation(f"attend returned {short_repr(out)}, q is {list(q.shape)}")
-        self._check_output(PADDING, out[:2], q[:2], history, counts)
+        spec, generator = KVSpec(*heads, self.head_sizes[0], 0.4), torch.Generator().manual_seed(0)
+        inputs = functools.partial(self._inputs, generator, spec, dtype=dtype)
+        history = WholeHistory(spec, self.reference)
+        limit = tolerance(dtype, self.tolerance)
+        check_padding(self._make(block_size, dtype), spec, inputs, history, limit)
 
     def _inputs(
         self, generator: torch.Generator, spec: KVSpec, tokens: int, dtype: torch.dtype
@@ -611,6 +595,14 @@ class AttentionBackendSuite(GeneralComponentSuite):
                         f"{float(difference[row].max()):.3g} from the same row alone; at most "
                         f"{limit:.3g} is accepted"
                     )
+
+    def _check_arguments(self, arguments: Sequence[Any]) -> None:
+        backend, dtype = self._make(self.block_sizes[-1] // 4 or 1), self.dtypes[0]
+        spec, generator = KVSpec(*self.heads[0], self.head_sizes[0], 0.4), torch.Generator()
+        flat = self._inputs(generator.manual_seed(0), spec, len(NAMES) * LENGTH, dtype)
+        tensors = [part.view(len(NAMES), LENGTH, *part.shape[1:]) for part in flat]
+        limit, defaults = tolerance(dtype, self.tolerance), self._prepared({}, 100)
+        check_arguments(backend, spec, tensors, arguments, defaults, limit)
 
     def _check_size(self, block_size: int, spec: KVSpec, cache_dtype: str) -> None:
         check_size(self._make(block_size, cache_dtype=cache_dtype), block_size, spec)

@@ -1,0 +1,1 @@
+"""The conformance suite for attention backends, and its rules."""

@@ -365,16 +365,13 @@ class InputBatch:
         self._num_computed[rows], requests = computed, [self._requests[row] for row in rows]
         step = (requests, starts, query_starts, positions)
         sees = None if self._spans is None else self._spans.last_seen(*step)
+        arguments = self._arguments(requests) if self._for_attention else ()
         packed: PackedStep | None = None
         if self._packs or device.type != "cpu":
             by_group = slots.reshape(-1, len(positions)), tables.reshape(-1, len(rows), width)
-            packed = PackedStep(
-                token_ids, positions, by_group[0], seq_lens, query_starts, by_group[1], device
-            )
+            packed = PackedStep(token_ids, positions, *by_group, seq_lens, query_starts, device)
         ids = torch.from_numpy(token_ids) if packed is None else packed.token_ids
         self._insert_late(ids, row_of, positions)
-        get, defaults = self._for_attention.get, self._attention_defaults
-        arguments = [get(r.request_id, defaults) for r in requests] if self._for_attention else ()
         attention = [
             AttentionStep(
                 query_starts=query_starts,
@@ -401,6 +398,10 @@ class InputBatch:
             packed=packed,
             token_types=self._token_types(row_of, positions, device) if self._has_types else None,
         )
+
+    def _arguments(self, requests: Sequence[LogitsRequest]) -> list[Any]:
+        arguments, defaults = self._for_attention, self._attention_defaults
+        return [arguments.get(request.request_id, defaults) for request in requests]
 
     def _slots_of(self, row_of: IntArray, places: IntArray) -> IntArray:
         columns, offsets = places // self.block_size, places % self.block_size

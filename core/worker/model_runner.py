@@ -10,7 +10,7 @@ import torch
 
 from hardpoint.core.worker.sampling.draft_rows import DraftRows, planned_drafts
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
-from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
+from hardpoint.core.worker.sampling.logprobs import Float32Rows, prompt_logprobs
 from hardpoint.core.worker.sampling.processors import Converted
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.host.boundary.activity import PluginCalls
@@ -79,7 +79,7 @@ class ModelRunner:
         self.parts = WorkerParts()
         self.on_forward: Callable[[], None] | None = None
         self._around_model: Forward | None = None
-        self._kept_logits = torch.empty(0)
+        self._float32_rows = Float32Rows()
         self._pending: _Pending | None = None
         self._late: tuple[LateTokens, LateOutput] | None = None
         self._failed: set[LogitsRequest] = set()  # at the last tokens
@@ -107,7 +107,7 @@ class ModelRunner:
 
     def forget_cache(self) -> None:
         """Forget the KV cache; no worker half of a step part uses it any more."""
-        self._caches, self._kept_logits = [], torch.empty(0)
+        self._caches, self._float32_rows = [], Float32Rows()
 
     def restore_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer, without content."""
@@ -442,9 +442,12 @@ class ModelRunner:
         source, outputs = new.source, ReadOnlyList(new.output_token_ids)
         converted: Converted = ReadOnlyDict(), None, None
         if self._sampling is not None:
-            converted = self._sampling.arguments_of(source)
+            converted = ReadOnlyDict(), self._sampling.default_arguments, None
+            if source.plugin_args or self._sampling.states_key:
+                converted = self._sampling.arguments_of(source)
         arguments, sampler_arguments, end = converted
-        types, (attention, fault) = source.second_type_start, self.attention.arguments_of(source)
+        checked = self.attention.arguments_of(source) if source.plugin_args else (None, None)
+        for_attention, end = checked[0], end or checked[1]
         is_grouped = bool(source.members) or source.leader is not None
         request = LogitsRequest(
             request_id=source.request_id,
@@ -461,8 +464,8 @@ class ModelRunner:
         )
         if is_grouped:
             batch.groups.add(request)
-        computed = new.num_computed_tokens
-        batch.add(request, outputs, new.block_ids, computed, step, types, attention)
+        computed, types = new.num_computed_tokens, source.second_type_start
+        batch.add(request, outputs, new.block_ids, computed, step, types, for_attention)
         if new.released_columns:
             batch.release_columns(request.request_id, new.released_columns)
         if source.features:
@@ -473,7 +476,7 @@ class ModelRunner:
             return
         if source.params.routed_experts and self.model.routed_experts is None:
             end = end or RequestFault("routed_experts: the model is no mixture of experts")
-        end = end or fault or self._sampling.pipeline.start(request, source.observed_before)
+        end = end or self._sampling.pipeline.start(request, source.observed_before)
         if end is not None:
             dict.clear(arguments)  # no processor runs for it until it is reported and removed
             self._broken[request.request_id] = end
@@ -483,12 +486,7 @@ class ModelRunner:
         logits = self._compute_logits(hidden, chosen)
         if logits.dtype == torch.float32 or self._device.type != "cpu":
             return logits.float()
-        # New memory of this size costs a page fault per 4 KB, many times the conversion.
-        rows = len(logits)
-        if len(self._kept_logits) < rows:
-            shape = 1 << (rows - 1).bit_length(), logits.shape[1]
-            self._kept_logits = torch.empty(shape, dtype=torch.float32)
-        return self._kept_logits[:rows].copy_(logits)
+        return self._float32_rows.of(logits)
 
     def _compute_logits(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         if self._divides_logits:

@@ -53,7 +53,7 @@ class CheckedAttention:
         kv_layout: name and version of the layout.
         is_replayable: whether the backend's class declares it.
         pads: whether it runs steps with padding, which are recorded.
-        default_arguments: of requests without arguments for it; None if it takes none.
+        default_arguments: arguments of requests that give none; None if it takes none.
     """
 
     def __init__(

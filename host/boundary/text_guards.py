@@ -13,8 +13,8 @@ from hardpoint.plugins import Finish, OutputParser, ReasoningMarkers, Tokenizer
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.behaviour import UnusableError, within
 from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.config.model_files import ModelFiles
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.model.files import ModelFiles
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,

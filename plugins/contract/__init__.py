@@ -21,6 +21,7 @@ from hardpoint.typed import Arguments, Options, State
 from .component.adapter import AdaptedComponent, ComponentAdapter
 from .component.wrapper import Wrapper
 from .config.engine import EngineConfig
+from .config.model_files import ModelConfig, ModelFiles
 from .kv_cache.connector import KVConnector, KVConnectorContext
 from .kv_cache.events import (
     AllBlocksCleared,
@@ -34,7 +35,6 @@ from .kv_cache.eviction import EvictionContext, EvictionPolicy
 from .kv_cache.manager import CachedPrefix
 from .kv_cache.store import KVStore, KVStoreContext
 from .model.attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
-from .model.files import ModelConfig, ModelFiles
 from .model.forward import ForwardBatch, TensorSpec
 from .model.loader import LoaderContext, WeightFormat, WeightLoader
 from .model.logits_ops import LogitsOps, Op

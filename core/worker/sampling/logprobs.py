@@ -70,3 +70,21 @@ def _read(held: list[_Part]) -> None:
         values = [next(lists) for _ in part.tensors]
         part.entries.extend(token_logprobs(values, part.tokens, part.counts))
     held.clear()
+
+
+class Float32Rows:
+    """Memory for rows of logits in float32, which each call overwrites.
+
+    New memory of this size costs a page fault per 4 KB, many times the conversion.
+    """
+
+    def __init__(self) -> None:
+        self._rows = torch.empty(0)
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits, [rows, vocab], in float32."""
+        count = len(logits)
+        if len(self._rows) < count:
+            shape = 1 << (count - 1).bit_length(), logits.shape[1]
+            self._rows = torch.empty(shape, dtype=torch.float32)
+        return self._rows[:count].copy_(logits)

@@ -55,11 +55,6 @@ class RequestArguments:
 
     def of(self, source: EngineCoreRequest) -> Converted:
         """Convert the arguments of a request."""
-        if source.plugin_args or self.states_key:
-            return self._converted(source)
-        return ReadOnlyDict(), self.defaults, None
-
-    def _converted(self, source: EngineCoreRequest) -> Converted:
         # The frontend has checked them, but a plugin's own check may fail in this process only.
         arguments: dict[str, Any] = {}
         sampler_arguments = self.defaults

@@ -180,7 +180,8 @@ class SamplingStage:
         self.device = device
         self._processed_logprobs = processed_logprobs
         arguments = RequestArguments(pipeline, sampler)
-        self.arguments_of, self.states_key = arguments.of, arguments.states_key
+        self.arguments_of, self.default_arguments = arguments.of, arguments.defaults
+        self.states_key = arguments.states_key
         self._rows = _StepRows((), device, draws=sampler.draws)
         self._raw: torch.Tensor | None = None  # of the step's rows with log-probabilities
 

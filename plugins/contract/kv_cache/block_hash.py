@@ -55,7 +55,8 @@ def extra_keys(
     and the features that the block overlaps with their offsets in the block. Where tokens of type 1
     begin in it, their offset follows.
     """
-    types, whole_salt = _second_type_start(request), _salt(request)
+    types = _second_type_start(request)
+    whole_salt = _salt(request) if request.plugin_args else request.cache_salt
     is_plain = request.lora is None and whole_salt is None and types is None
     if is_plain and not request.features:
         return {}

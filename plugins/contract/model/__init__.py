@@ -1,5 +1,10 @@
 """Interfaces of models: architectures, operations, attention, weight loaders and quantization."""
 
+from hardpoint.plugins.config.model_files import (
+    ModelConfig,
+    ModelFiles,
+)
+
 from .attention import (
     AttentionBackend,
     AttentionContext,
@@ -14,10 +19,6 @@ from .cuts import join as join
 from .exponential_race import (
     mixed_seed,
     token_noise,
-)
-from .files import (
-    ModelConfig,
-    ModelFiles,
 )
 from .forward import Advance as Advance
 from .forward import Attend as Attend

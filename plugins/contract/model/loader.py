@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from hardpoint.plugins.component.base import Component, Context
 from hardpoint.plugins.component.behaviour import fitting, returns
+from hardpoint.plugins.config.model_files import ModelConfig, ModelFiles
 
 from .cuts import Cut, needed_part
-from .files import ModelConfig, ModelFiles
 from .matrices import QuantizedWeight
 
 if TYPE_CHECKING:

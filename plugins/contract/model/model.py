@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hardpoint.plugins.component.base import Component, Context
 from hardpoint.plugins.component.behaviour import fitting, returns
+from hardpoint.plugins.config.model_files import ModelConfig
 from hardpoint.plugins.process.parallel import Parallel
 from hardpoint.plugins.requests.media_format import MediaFormat
 
 from .attention import KVSpec
 from .cuts import Cut
-from .files import ModelConfig
 from .forward import ForwardBatch, LayerHooks, TensorSpec
 from .matrices import QuantizedMatrix
 from .ops import Ops
@@ -23,7 +23,7 @@ from .ops import Ops
 if TYPE_CHECKING:
     import torch
 
-    from .files import ModelFiles
+    from hardpoint.plugins.config.model_files import ModelFiles
 
 __all__ = ["Model", "ModelContext"]
 

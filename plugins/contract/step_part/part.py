@@ -23,7 +23,7 @@ from hardpoint.errors import HardpointError, RequestError, shown
 from hardpoint.plugins.component.base import Component, Context
 from hardpoint.plugins.component.behaviour import PIECE, returns
 from hardpoint.plugins.config.engine import EngineConfig
-from hardpoint.plugins.model.files import ModelConfig, ModelFiles
+from hardpoint.plugins.config.model_files import ModelConfig, ModelFiles
 from hardpoint.plugins.requests.markers import ReasoningMarkers
 from hardpoint.plugins.requests.params import EngineCoreRequest, Prompt
 from hardpoint.plugins.requests.stats import IterationStats

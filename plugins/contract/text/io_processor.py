@@ -15,7 +15,7 @@ from hardpoint import typed
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins.component.base import Component, Context
 from hardpoint.plugins.component.behaviour import LONG, Returned, UnusableError, returns, unusable
-from hardpoint.plugins.model.files import ModelConfig
+from hardpoint.plugins.config.model_files import ModelConfig
 from hardpoint.plugins.requests.params import PoolingParams, Prompt, SamplingParams
 
 from .tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from hardpoint.plugins.component.behaviour import (
     unusable,
     within,
 )
-from hardpoint.plugins.model.files import ModelFiles
+from hardpoint.plugins.config.model_files import ModelFiles
 
 from .vocabulary import Vocabulary
 

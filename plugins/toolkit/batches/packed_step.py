@@ -36,9 +36,9 @@ class PackedStep:
         token_ids: IntArray,
         positions: IntArray,
         slots: IntArray,
+        tables: IntArray,
         lens: IntArray,
         starts: IntArray,
-        tables: IntArray,
         device: torch.device,
     ) -> None:
         """Copy the arrays to a device; the host does not wait for it.

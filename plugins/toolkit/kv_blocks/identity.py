@@ -13,8 +13,8 @@ import msgspec
 
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.component import Source
+from hardpoint.plugins.config.model_files import ModelConfig
 from hardpoint.plugins.kv_connector import BlockIdentity
-from hardpoint.plugins.model.files import ModelConfig
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.typed import stable_bytes
 

@@ -79,7 +79,7 @@ MOVED = {
     "journals": (f"{_CONTRACT}.server.journals",),
     "kinds": ("hardpoint.host.registry.kinds",),
     "live_request": (f"{_CONTRACT}.requests.request",),
-    "loader": (f"{_CONTRACT}.model.loader", f"{_CONTRACT}.model.files"),
+    "loader": (f"{_CONTRACT}.model.loader", f"{_CONTRACT}.config.model_files"),
     "logits": _LOGITS,
     "logits_ops": (f"{_CONTRACT}.model.logits_ops",),
     "manifest": (f"{_CONTRACT}.component.manifest", f"{_CONTRACT}.component.base"),
@@ -90,7 +90,7 @@ MOVED = {
     "mlp": ("hardpoint.toolkit.layers",),
     "modeling": (
         f"{_CONTRACT}.model.loader",
-        f"{_CONTRACT}.model.files",
+        f"{_CONTRACT}.config.model_files",
         f"{_CONTRACT}.model.attention",
         f"{_CONTRACT}.model.model",
         f"{_CONTRACT}.model.forward",

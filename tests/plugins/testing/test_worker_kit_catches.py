@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from support.broken import (
     attention,
     loaders,
@@ -161,7 +162,7 @@ ATTENTION = [
     (attention.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
     (attention.NoDevices, "contract", "contract", "it states no devices; add `devices = "),
     (attention.OneBytePerBlock, "sizes", "sizes", "64 bytes .*, bytes_per_block returned 1 for"),
-    (attention.CountsKeysOnly, "sizes", "sizes", "takes 64 bytes .*, bytes_per_block says 32 for"),
+    (attention.CountsKeysOnly, "sizes", "sizes", "64 bytes .*, bytes_per_block returned 32 for"),
     (attention.Garbage, "sizes", "sizes", "a new cache is not zero"),
     (attention.Transposed, "causal", "result", r"attend returned torch.float32 \[1, .*, q is"),
     (attention.Double, "causal", "result", r"attend returned torch.float64 .*, q is torch.float32"),
@@ -172,6 +173,18 @@ ATTENTION = [
     (attention.IgnoresScale, "causal", "causal", "the result with the scale of head_size"),
     (attention.ReversedHeads, "causal", "causal", "the output is the heads in reverse order"),
     (attention.TilesHeads, "heads", "heads", "query head i with key head i % num_kv_heads, not"),
+    (
+        attention.LimitedByTheFirst,
+        "arguments",
+        "arguments",
+        r"sequence \d with .* differs by .* from the same alone",
+    ),
+    (
+        attention.LimitedWithoutArguments,
+        "arguments",
+        "arguments",
+        "a step without arguments differs by",
+    ),
     (attention.FirstHeadOnly, "heads", "heads", DIFFERS),
     (attention.IgnoresWindow, "window", "window", "the result for an unlimited window"),
     (attention.WiderWindow, "window", "window", "the result for a window of one more than"),
@@ -402,6 +415,7 @@ def nightly(*values):
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
+LIMITED = {"arguments": st.builds(dict, window=st.integers(1, 8))}
 RIGHT = [
     (WeightLoaderSuite, {"loader": loaders.Json}),
     (WeightLoaderSuite, {"loader": loaders.CutsByItself}),
@@ -414,6 +428,7 @@ RIGHT = [
     (ModelSuite, {"model": models.Skipping}),
     nightly(ModelSuite, {"model": media_models.Seeing}),
     nightly(AttentionBackendSuite, {"backend": attention.KeysAlone}),
+    nightly(AttentionBackendSuite, {"backend": attention.Limited, **LIMITED}),
     nightly(AttentionBackendSuite, {"backend": attention.Viewed}),
     nightly(AttentionBackendSuite, {"backend": attention.Padded}),
     nightly(AttentionBackendSuite, {"backend": attention.Coded}),
@@ -433,7 +448,14 @@ def test_a_broken_sampler_fails_its_rule(cls, test, rule, pattern):
 
 @each_broken(ATTENTION)
 def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
-    assert_fails(AttentionBackendSuite, {"backend": cls}, test, rule, pattern)
+    assert_fails(AttentionBackendSuite, {"backend": cls, **LIMITED}, test, rule, pattern)
+
+
+def test_a_suite_of_an_attention_backend_with_arguments_draws_some():
+    pattern = "the suite has no `arguments`, a strategy that draws some"
+    assert_fails(
+        AttentionBackendSuite, {"backend": attention.Limited}, "arguments", "arguments", pattern
+    )
 
 
 @pytest.mark.nightly

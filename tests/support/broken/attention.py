@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from hardpoint import plugins
 from hardpoint.plugins import AttentionBackend
 from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads, rotate_heads
 from support.samples import Sample
@@ -82,6 +83,39 @@ class Plain(Sample, AttentionBackend, contract=1):
 
     def spread(self, spec, side):
         return side.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
+
+
+class Limited(Plain):
+    """Right: requests may limit how many tokens each token sees."""
+
+    sees_ahead = False
+
+    class Arguments(plugins.Arguments):
+        window: int | None = None
+
+    def attend(self, spec, cache, plan, q, k, v):
+        self.write(cache, plan, k, v)
+        out = torch.empty_like(q)
+        for index, length in enumerate(plan.seq_lens.tolist()):
+            start, end = plan.query_starts[index : index + 2].tolist()
+            keys, values = self.read(cache, self.slots(plan, index, length))
+            limited = dataclasses.replace(spec, window=self.window(plan, index) or spec.window)
+            mask = self.mask(limited, length, end - start)
+            out[start:end] = self.softmax(spec, q[start:end].float(), keys, values, mask)
+        return out
+
+    def window(self, plan, index):
+        return plan.arguments[index].window if plan.arguments else None
+
+
+class LimitedByTheFirst(Limited):
+    def window(self, plan, index):
+        return super().window(plan, 0)
+
+
+class LimitedWithoutArguments(Limited):
+    def window(self, plan, index):
+        return super().window(plan, index) if plan.arguments else 1
 
 
 class KeysAlone(Plain):

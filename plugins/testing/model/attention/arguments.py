@@ -38,7 +38,7 @@ def check_arguments(
 
     Args:
         tensors: queries, keys and values, [sequences, LENGTH, heads, elements].
-        arguments: of each sequence.
+        arguments: arguments of each sequence.
         defaults: arguments of a request that gives none.
         limit: largest difference.
 

@@ -29,7 +29,7 @@ def check_padding(
 
     Args:
         inputs: returns queries, keys and values of so many tokens.
-        history: of the layer, empty.
+        history: history of the layer, empty.
         limit: largest difference.
 
     Raises:

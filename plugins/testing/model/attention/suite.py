@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from hardpoint.host.registry.request_arguments import takes_arguments
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import GeneralComponentSuite, first_device
@@ -340,10 +339,14 @@ class AttentionBackendSuite(GeneralComponentSuite):
         """A sequence has the result of its own arguments, alone and in a step with others. Only if
         the class has `Arguments`; needs the suite's `arguments`.
         """
-        if not takes_arguments(self.backend):
+        if self.backend.Arguments is AttentionBackend.Arguments:
             pytest.skip("the backend takes no arguments of requests")
         if self.arguments is None:
-            raise ARGUMENTS.violation("the suite has no `arguments`, a strategy that draws some")
+            missing = ARGUMENTS.violation(
+                "the suite has no `arguments`, a strategy that draws some"
+            )
+            self._run_checks(ARGUMENTS.text, functools.partial(_reraise, missing))
+        self._device()  # skips
         drawn = self._drawn_arguments(vocab_size=100)
         chosen = st.lists(drawn, min_size=len(NAMES), max_size=len(NAMES))
         self._search(ARGUMENTS.text, 40, self._check_arguments, arguments=chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.adapters import write_model
+from support.adapters import write_model, write_two_models
 from support.parallel import write_random_model
 
 from hardpoint import LLM, SamplingParams
@@ -128,6 +128,33 @@ def test_sequences_of_a_model_with_groups_of_layers_are_those_of_the_engine(tmp_
     for place, token in enumerate(tokens[1:]):
         known = output.prompt_logprobs[place + 1][token].logprob
         assert float(logprobs[place, token]) == known
+
+
+@pytest.mark.parametrize("num_layers", [None, 2])
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_updated_weights_compute_sequences_again(tmp_path, in_process, num_layers):
+    first, second = write_two_models(tmp_path)
+    settings = {
+        "plugins": {"enable": [f"{HERE}:Scores"]},
+        "plugin": {"scores": {"num_layers": num_layers}},
+        "engine": {"in_process": in_process},
+    }
+    texts = {"a": [(7 * place) % 251 for place in range(300)], "b": [9], "c": [4, 4, 8]}
+    following = {"c": [1], "a": [5, 6], "b": [7], "new": [2, 3]}
+    whole = {name: texts.get(name, []) + tokens for name, tokens in following.items()}
+    longer = {name: tokens + [1] for name, tokens in whole.items()}
+    with LLM(str(second), config=settings, max_model_len=400) as llm:
+        expected = [llm.plugins.call_part("scores", "last", each) for each in (whole, longer)]
+    with LLM(str(first), config=settings, max_model_len=400) as llm:
+        known = {name: whole[name] for name in texts}
+        assert llm.plugins.call_part("scores", "last", known) != expected[0][:3]
+        llm.plugins.call_part("scores", "last", texts)
+        llm.weights.update(second)
+        assert llm.plugins.call_part("scores", "continued", following) == expected[0]
+        llm.weights.update(first)
+        llm.weights.update(second)
+        again = dict.fromkeys(whole, [1])
+        assert llm.plugins.call_part("scores", "continued", again) == expected[1]
 
 
 def test_lens_after_the_last_layer_predicts_what_the_model_samples(real_folder):

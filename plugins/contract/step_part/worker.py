@@ -132,7 +132,8 @@ class SequenceModel(Protocol):
     ) -> torch.Tensor:
         """Append tokens to sequences; return the logits after each, float32 [sequences, vocab].
 
-        A name that is not known begins a sequence.
+        A name that is not known begins a sequence. After `weights.update`, sequences of the
+        engine's own model first compute their earlier tokens again.
 
         Args:
             token_ids: new tokens, by the name of the sequence.
@@ -184,9 +185,8 @@ class ModelOpener(Protocol):
 
         Args:
             model: as `EngineConfig.model`; or `MAIN_MODEL` of the context, the engine's own model,
-                with shared weights. Its sequences have a KV cache of their
-                own; state its `cache_bytes` as `memory`. When weights change, cut all
-                sequences.
+                with shared weights. Its sequences have a KV cache of their own; state its
+                `cache_bytes` as `memory`.
             num_tokens: tokens of all sequences together, for which its KV cache has room.
             vocab_size: required size of its vocabulary; None takes any.
             same_tokens: whether its token ids have to stand for the same texts as the token ids of

@@ -80,7 +80,8 @@ class _Computes:
     def call(self, message: bytes) -> bytes:
         method, texts = msgspec.msgpack.decode(message)
         for name in texts:
-            self._model.cut(name, 0)
+            if method != "continued":
+                self._model.cut(name, 0)
         if method == "rows":
             logits = self._model.extend(texts, all_rows=True)
         elif method == "one by one":

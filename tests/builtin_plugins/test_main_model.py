@@ -142,7 +142,7 @@ def test_updated_weights_compute_sequences_again(tmp_path, in_process, num_layer
     texts = {"a": [(7 * place) % 251 for place in range(300)], "b": [9], "c": [4, 4, 8]}
     following = {"c": [1], "a": [5, 6], "b": [7], "new": [2, 3]}
     whole = {name: texts.get(name, []) + tokens for name, tokens in following.items()}
-    longer = {name: tokens + [1] for name, tokens in whole.items()}
+    longer = {name: [*tokens, 1] for name, tokens in whole.items()}
     with LLM(str(second), config=settings, max_model_len=400) as llm:
         expected = [llm.plugins.call_part("scores", "last", each) for each in (whole, longer)]
     with LLM(str(first), config=settings, max_model_len=400) as llm:
@@ -153,7 +153,7 @@ def test_updated_weights_compute_sequences_again(tmp_path, in_process, num_layer
         assert llm.plugins.call_part("scores", "continued", following) == expected[0]
         llm.weights.update(first)
         llm.weights.update(second)
-        again = dict.fromkeys(whole, [1])
+        again = {name: [1] for name in whole}
         assert llm.plugins.call_part("scores", "continued", again) == expected[1]
 
 

@@ -89,6 +89,7 @@ def test_first_layers_have_the_logits_of_a_truncated_model(tmp_path, num_layers)
     with LLM(str(tmp_path / "model"), config=plugins | options, max_model_len=64) as llm:
         rows = llm.plugins.call_part("scores", "rows", {"a": tokens})
         part = llm.plugins.call_part("scores", "last", {"a": tokens[:3]})
+        assert llm.plugins.call_part("scores", "num_layers", {}) == 3
     del reference.model.layers[num_layers:]
     with torch.no_grad():
         expected = reference.double()(torch.tensor([tokens])).logits[0].float()

@@ -251,6 +251,8 @@ class WorkerHalfContext:
         open_model: opens a further model; None if the context was made by hand.
         open_head: opens a drafting head; None if the context was made by hand.
         num_draft_tokens: most drafts of a request that a step verifies; 0 if no part drafts.
+        num_layers: layers of the model with attention, the largest `num_layers` of `open_model`;
+            0 if the context was made by hand.
         MAIN_MODEL: the engine's own model, for `open_model`.
     """
 
@@ -268,3 +270,4 @@ class WorkerHalfContext:
     open_model: ModelOpener | None = None
     open_head: HeadOpener | None = None
     num_draft_tokens: int = 0
+    num_layers: int = 0

@@ -73,12 +73,15 @@ class _Asks:
 class _Computes:
     def __init__(self, context: Any, num_layers: int | None) -> None:
         self._model = context.open_model(context.MAIN_MODEL, 512, num_layers=num_layers)
+        self._num_layers = context.num_layers
 
     def memory(self) -> dict[str, int]:
         return {"scores": self._model.cache_bytes}
 
     def call(self, message: bytes) -> bytes:
         method, texts = msgspec.msgpack.decode(message)
+        if method == "num_layers":
+            return msgspec.msgpack.encode(self._num_layers)
         for name in texts:
             if method != "continued":
                 self._model.cut(name, 0)

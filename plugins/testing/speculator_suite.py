@@ -126,20 +126,20 @@ class SpeculatorSuite(GeneralComponentSuite):
         return self._drafts_of(component, [text], scope=str(number % 2), first=number)
 
     def _make(self) -> Speculator:
-        device = torch.device(self.device)
-        model = ModelOfTests(self.vocab_size, 4 * _LONG, self.num_layers, device)
         fields: dict[str, Any] = {
-            "device": device,
+            "device": torch.device(self.device),
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_layers": self.num_layers,
             "max_num_seqs": 64,
             "max_model_len": 4 * _LONG,
             "num_draft_tokens": self.num_draft_tokens,
-            "open_model": model.open,
             "open_head": _no_head,
             **self.context(),
         }
+        if "open_model" not in fields:
+            names = ("vocab_size", "max_model_len", "num_layers", "device")
+            fields["open_model"] = ModelOfTests(**{name: fields[name] for name in names}).open
         speculator: Speculator = self._build(SpeculatorContext, **fields)
         if self.speculator.has_kv_cache:
             self._caches[speculator] = HeadCache()

@@ -117,6 +117,9 @@ class LoadedModel:
 class SequenceModel(Protocol):
     """A further model in a worker, with a KV cache of its own: sequences of tokens by name.
 
+    It computes without LoRA adapters, taps and hooks of step parts. No keys and values are shared
+    with requests of the engine, also for the engine's own model.
+
     Attributes:
         vocab_size: vocabulary size of the model.
         max_model_len: tokens of a sequence, at most.
@@ -145,10 +148,13 @@ class SequenceModel(Protocol):
         """
 
     def length(self, name: str) -> int:
-        """Return the number of tokens of a sequence; 0 if there is none."""
+        """Return the number of tokens of a sequence; 0 if there is none, as after a sleep."""
 
     def reserve(self, name: str, count: int) -> bool:
-        """Return whether a sequence can get so many more tokens; the room is its own then."""
+        """Return whether a sequence can get so many more tokens; the room is its own then.
+
+        It cannot if the cache is full, or beyond `max_model_len`.
+        """
 
     def cut(self, name: str, length: int) -> None:
         """Forget the tokens of a sequence after the first `length`; all of them with 0."""
@@ -192,7 +198,8 @@ class ModelOpener(Protocol):
             same_tokens: whether its token ids have to stand for the same texts as the token ids of
                 the engine's model. Where one of them has no tokenizer, they are not compared.
             num_layers: number of decoder layers of `MAIN_MODEL` to compute before its last norm
-                and output layer (early exit), with a KV cache of these layers; None is all.
+                and output layer (early exit), with a KV cache of these layers; None is all. Models
+                through transformers compute all layers.
 
         Raises:
             ModelError: it cannot be loaded, has another vocabulary or tokenizer, or does not fit;

@@ -7,7 +7,7 @@ import torch
 from support.adapters import write_model, write_two_models
 from support.parallel import write_random_model
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, HardpointError, ModelError, SamplingParams
 from hardpoint.testing import scripted_config, write_scripted_model
 
 HERE, LENS = "support.plugins.main_model", "support.plugins.lens"
@@ -101,8 +101,33 @@ def test_first_layers_have_the_logits_of_a_truncated_model(tmp_path, num_layers)
 def test_a_number_of_layers_that_the_model_lacks_is_refused(real_folder, num_layers):
     options = {"plugin": {"scores": {"num_layers": num_layers}}}
     config = _real_config(real_folder, plugins={"enable": [f"{HERE}:Scores"]}, **options)
-    with pytest.raises(Exception, match=rf"num_layers: expected 1\.\.\d, got {num_layers}"):
+    with pytest.raises(ModelError) as error:
         LLM(config=config).close()
+    assert str(error.value) == (
+        f"plugin 'scores' ({HERE}:Scores), asked for by plugins.enable[0] (argument "
+        f"LLM(config=...)): num_layers: expected 1..3, got {num_layers}"
+    )
+
+
+def test_a_draft_model_that_does_not_open_names_its_speculator(scripted_folder):
+    speculation = {"use": [f"{HERE}:NoDraft"], "adaptive": False}
+    with pytest.raises(ModelError) as error:
+        LLM(config=scripted_config(scripted_folder, {"speculation": speculation})).close()
+    assert str(error.value) == (
+        f"plugin 'no_draft' ({HERE}:NoDraft), asked for by speculation.use[0] (argument "
+        "LLM(config=...)): model: found no file or directory './nowhere'"
+    )
+
+
+def test_tokens_without_room_in_the_cache_are_refused(scripted_folder):
+    settings = {"plugins": {"enable": [f"{HERE}:Scores"]}}
+    with LLM(config=scripted_config(scripted_folder, settings)) as llm:
+        llm.plugins.call_part("scores", "last", {"a": [1] * 100})
+        message = r"token_ids\['b'\]: expected 1 to 400 tokens, .* room for, got 401"
+        with pytest.raises(HardpointError, match=message):
+            llm.plugins.call_part("scores", "last", {"b": [1] * 401})
+        with pytest.raises(HardpointError, match=r"expected 1 to 400 tokens, .*, got 0"):
+            llm.plugins.call_part("scores", "last", {"b": []})
 
 
 def test_a_model_that_computes_all_layers_is_refused(tmp_path):
@@ -112,7 +137,9 @@ def test_a_model_that_computes_all_layers_is_refused(tmp_path):
         "plugins": {"enable": [f"{HERE}:Scores"]},
         "plugin": {"scores": {"num_layers": 1}},
     }
-    with pytest.raises(Exception, match="num_layers: expected a model that computes 1 layers if"):
+    with pytest.raises(
+        Exception, match="num_layers: expected None for a model that ignores .*, got 1"
+    ):
         LLM(str(tmp_path / "model"), config=config, max_model_len=64).close()
 
 

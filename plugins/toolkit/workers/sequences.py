@@ -119,13 +119,12 @@ class LoadedSequences:
 
     def reserve(self, name: str, count: int) -> bool:
         """Return whether a sequence can get so many more tokens; the room is its own then."""
-        sequence = self._sequences.get(name) or _Sequence(self._model.version)
-        length = len(sequence.tokens) + count
-        missing = max(0, -(-length // self._block_size) - len(sequence.blocks))
-        if length > self.max_model_len or missing > len(self._free):
+        if count > self._room(name):
             return False
+        sequence = self._sequences.setdefault(name, _Sequence(self._model.version))
+        num_blocks = -(-(len(sequence.tokens) + count) // self._block_size)
+        missing = max(0, num_blocks - len(sequence.blocks))
         sequence.blocks.extend(self._free.pop() for _ in range(missing))
-        self._sequences[name] = sequence
         return True
 
     def cut(self, name: str, length: int) -> None:
@@ -138,6 +137,12 @@ class LoadedSequences:
         del sequence.tokens[length:], sequence.blocks[num_blocks:]
         if not sequence.blocks:
             del self._sequences[name]
+
+    def _room(self, name: str) -> int:
+        """Return how many more tokens a sequence can get."""
+        sequence = self._sequences.get(name) or _Sequence(0)
+        num_blocks = len(sequence.blocks) + len(self._free)
+        return min(num_blocks * self._block_size, self.max_model_len) - len(sequence.tokens)
 
     @torch.inference_mode()
     def extend(
@@ -156,7 +161,10 @@ class LoadedSequences:
         """
         for name, tokens in token_ids.items():
             if not len(tokens) or not self.reserve(name, len(tokens)):
-                raise ValueError(f"{name}: {len(tokens)} tokens, for which there is no room")
+                raise ValueError(
+                    f"token_ids[{name!r}]: expected 1 to {self._room(name)} tokens, as many as the "
+                    f"cache has room for, got {len(tokens)}"
+                )
         sequences, new = [self._sequences[name] for name in token_ids], [*token_ids.values()]
         self._recompute(sequences)
         hidden, ends = self._forward(sequences, [len(s.tokens) for s in sequences], new)
@@ -300,8 +308,8 @@ class _FirstLayers:
         ) -> torch.Tensor:
             if layer >= self._num_layers:
                 raise ModelError(
-                    f"num_layers: expected a model that computes {self._num_layers} layers if "
-                    f"ForwardBatch.num_layers says so, it computes layer {layer}"
+                    f"num_layers: expected None for a model that ignores ForwardBatch.num_layers "
+                    f"and computes layer {layer}, got {self._num_layers}"
                 )
             return batch.attend(layer, q, k, v, angles)
 

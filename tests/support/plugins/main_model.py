@@ -44,6 +44,16 @@ class SelfDraft(Speculator):
         self.model.close()
 
 
+class NoDraft(SelfDraft):
+    """Opens a model that does not exist."""
+
+    contract = 1
+
+    def __init__(self, context: Any) -> None:
+        Speculator.__init__(self, context)
+        self.model = context.open_model("./nowhere", 2048)
+
+
 class Scores(StepPart):
     """Computes logits of texts between steps."""
 

@@ -119,6 +119,15 @@ def test_a_draft_model_that_does_not_open_names_its_speculator(scripted_folder):
     )
 
 
+def test_a_cache_that_memory_has_no_room_for_is_refused(scripted_folder):
+    speculation = {"use": [f"{HERE}:HugeCache"], "adaptive": False}
+    message = (
+        r"'huge_cache' \(.*speculation.use\[0\].*: num_tokens: expected at most \d+, .* got 10{15}"
+    )
+    with pytest.raises(ModelError, match=message):
+        LLM(config=scripted_config(scripted_folder, {"speculation": speculation})).close()
+
+
 def test_tokens_without_room_in_the_cache_are_refused(scripted_folder):
     settings = {"plugins": {"enable": [f"{HERE}:Scores"]}}
     with LLM(config=scripted_config(scripted_folder, settings)) as llm:

@@ -273,10 +273,10 @@ def main_sequences(
     if num_layers is not None and not 1 <= num_layers <= max_layers:
         raise ModelError(f"num_layers: expected 1..{max_layers}, got {num_layers}")
     num_blocks = -(-num_tokens // block_size)
-    if (needed := num_blocks * attention.bytes_per_block) > available:
+    if num_blocks > (limit := available // attention.bytes_per_block):
         raise ModelError(
-            f"model: the cache of {num_tokens} tokens needs {needed} bytes, "
-            f"{available} are available"
+            f"num_tokens: expected at most {limit * block_size}, for which memory has room, got "
+            f"{num_tokens}"
         )
     sizes["block_size"] = block_size
     if num_layers is None:

@@ -54,6 +54,16 @@ class NoDraft(SelfDraft):
         self.model = context.open_model("./nowhere", 2048)
 
 
+class HugeCache(SelfDraft):
+    """Wants more memory than there is."""
+
+    contract = 1
+
+    def __init__(self, context: Any) -> None:
+        Speculator.__init__(self, context)
+        self.model = context.open_model(context.MAIN_MODEL, 10**15)
+
+
 class Scores(StepPart):
     """Computes logits of texts between steps."""
 

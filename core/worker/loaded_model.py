@@ -163,6 +163,7 @@ def open_parts(
         open_model=_model_opener(spec, planned),
         open_head=functools.partial(_open_head, spec, planned.attention, ops),
         num_draft_tokens=spec.num_draft_tokens,
+        num_layers=len(planned.checked.specs),
     )
     samples = ranks.is_output
     parts = open_worker_parts(spec.plugins, spec.for_parts, context, activity, samples=samples)

@@ -51,6 +51,7 @@ class CheckedModel:
         kv_variant: dependence of the bytes of its KV blocks besides weights and config.
         hooks: hooks for step parts in its layers.
         called_hooks: names of the hooks that it called in the last trial step.
+        version: number of times that its weights were replaced.
     """
 
     def __init__(self, model: Model, source: Source) -> None:
@@ -64,6 +65,7 @@ class CheckedModel:
         self._vocab_size = model.context.config.vocab_size
         self.hooks = model.context.hooks
         self.called_hooks = frozenset[str]()
+        self.version = 0
         shapes = self._stated("weight_shapes()", model.weight_shapes())
         specs, cuts = model.kv_specs(), self._stated("weight_cuts()", model.weight_cuts())
         if not all(name in shapes and cut.fits(shapes[name]) for name, cut in cuts.items()):
@@ -230,6 +232,7 @@ class CheckedModel:
     def become(self, other: CheckedModel) -> Model:
         """Be another model of the same class, configuration and share; return the earlier one."""
         earlier, self._model, self.hooks = self._model, other._model, other.hooks
+        self.version += 1
         for spec, new in zip(self.specs, other.specs, strict=True):  # which attention has
             if spec.sinks is not None and new.sinks is not None:
                 spec.sinks.copy_(new.sinks)

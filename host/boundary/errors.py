@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
@@ -22,6 +23,7 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     FinishReason,
     HardpointError,
+    ModelError,
 )
 from hardpoint.plugins.component import Component, Source
 
@@ -120,6 +122,25 @@ def attribute_error(error: BaseException, plugins: PluginSet) -> BaseException:
     named = PluginFaultError(f"{source}: {describe(error)}")
     named.__cause__ = error
     return named
+
+
+@contextlib.contextmanager
+def naming_caller() -> Iterator[None]:
+    """Add the plugin of the body that called a function of the worker to the function's error."""
+    try:
+        yield
+    except ModelError as error:
+        caller: Source | None = None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith(_WORKER):
+                break
+            context = getattr(component_of(frame), "context", None)
+            caller = getattr(context, "source", None) or caller
+        else:
+            raise
+        if caller is None:
+            raise
+        raise ModelError(f"{caller}: {error}") from error
 
 
 @contextlib.contextmanager

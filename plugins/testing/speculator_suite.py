@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
-from hardpoint.plugins import DraftRequest, SamplingParams, Speculator, SpeculatorContext
+from hardpoint.plugins import (
+    ConfigError,
+    DraftRequest,
+    SamplingParams,
+    Speculator,
+    SpeculatorContext,
+)
 from hardpoint.plugins.component import Component
 from hardpoint.typed import ReadOnlyList
 
 from .component_suite import GeneralComponentSuite
+from .hidden_states.drafting_model import ModelOfTests
 from .hidden_states.head_cache import BLOCK_SIZE, HeadCache, blocks_of
 from .pace import PYTHON, cpu_cost
 from .snapshots import without_growth
@@ -79,8 +87,9 @@ class SpeculatorSuite(GeneralComponentSuite):
         hidden_parts: hidden states of a row of `DraftRequest.hidden`; several with `needs_layers`.
         device: device of the model.
         num_draft_tokens: drafts of a request and a step, at most.
+        num_layers: layers of the model, as `SpeculatorContext.num_layers`.
         budget_us_per_request: maximum microseconds to draft for a request whose text has 500
-            tokens, and got one more; None does not measure.
+            tokens, and got one more; None does not measure, as for drafts that a model computes.
     """
 
     kind = "speculators"
@@ -91,15 +100,24 @@ class SpeculatorSuite(GeneralComponentSuite):
     hidden_parts: ClassVar[int] = 1
     device: ClassVar[str] = "cpu"
     num_draft_tokens: ClassVar[int] = 5
+    num_layers: ClassVar[int] = 4
     budget_us_per_request: ClassVar[float | None] = 200.0
     _caches: ClassVar[WeakKeyDictionary[Speculator, HeadCache]] = WeakKeyDictionary()
 
     def context(self) -> Mapping[str, Any]:
-        """Return further fields of the context, such as `open_model`; override it for some."""
+        """Return further fields of the context, such as `open_head`; override it for some.
+
+        Without it, `open_model` returns sequences of a random model, under any name.
+        """
         return {}
 
     def _component(self) -> type[Component]:
         return self.speculator
+
+    @contextmanager
+    def _exception_guard(self) -> Iterator[None]:
+        with torch.inference_mode(), super()._exception_guard():  # as the engine calls it
+            yield
 
     def _use_once(self, component: Any, number: int) -> object:
         generator = torch.Generator().manual_seed(number)
@@ -108,16 +126,21 @@ class SpeculatorSuite(GeneralComponentSuite):
         return self._drafts_of(component, [text], scope=str(number % 2), first=number)
 
     def _make(self) -> Speculator:
-        speculator: Speculator = self._build(
-            SpeculatorContext,
-            device=torch.device(self.device),
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            max_num_seqs=64,
-            max_model_len=4 * _LONG,
-            num_draft_tokens=self.num_draft_tokens,
+        fields: dict[str, Any] = {
+            "device": torch.device(self.device),
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "max_num_seqs": 64,
+            "max_model_len": 4 * _LONG,
+            "num_draft_tokens": self.num_draft_tokens,
+            "open_head": _no_head,
             **self.context(),
-        )
+        }
+        if "open_model" not in fields:
+            names = ("vocab_size", "max_model_len", "num_layers", "device")
+            fields["open_model"] = ModelOfTests(**{name: fields[name] for name in names}).open
+        speculator: Speculator = self._build(SpeculatorContext, **fields)
         if self.speculator.has_kv_cache:
             self._caches[speculator] = HeadCache()
             speculator.cache_allocated(self._caches[speculator].allocated(4 * _LONG))
@@ -405,6 +428,13 @@ class SpeculatorSuite(GeneralComponentSuite):
             if tokens:
                 speculator.verified(request, tokens[:1], 0)
         return drafts
+
+
+def _no_head(*_: Any) -> NoReturn:
+    raise ConfigError(
+        "context(): expected the field open_head, which the speculator calls; override context() "
+        "of the suite"
+    )
 
 
 def _fields(request: DraftRequest) -> dict[str, Any]:

@@ -139,6 +139,9 @@ _OF_PAIR = re.compile(r"text(_pair)?: ")
 Request = tuple[Any, Any, RequestExtras]
 """Prompt, sampling parameters and extras."""
 
+Place = Callable[[HardpointError, int], HardpointError]
+"""Returns an error with the name of the prompt at an index of a call."""
+
 Outputs = collections.deque[AnyOutput | Exception]
 """What has come for the requests of one call."""
 
@@ -255,14 +258,20 @@ def check_generates(params: Any) -> None:
             )
 
 
-def with_place(error: HardpointError, name: str) -> HardpointError:
-    """Return an error about a prompt with its name in the call; any other as it is."""
+def with_place(error: HardpointError, name: str, *, has_params: bool = False) -> HardpointError:
+    """Return an error about a prompt with its name in the call; any other as it is.
+
+    Args:
+        has_params: whether the prompt has parameters of its own, so that any error is about it.
+    """
     if not isinstance(error, RequestError):
         return error
     message = str(error)
     if (match := _PROMPT.match(message)) is not None:
         return type(error)(name + message[match.end() :])
-    return type(error)(f"{name}.{message}") if _OF_PAIR.match(message) else error
+    if _OF_PAIR.match(message):
+        return type(error)(f"{name}.{message}")
+    return type(error)(f"{name}: {message}") if has_params else error
 
 
 def with_output_kind(params: Any, kind: RequestOutputKind) -> Any:
@@ -302,7 +311,7 @@ class OpenCalls:
         requests: Iterable[Request],
         outputs: Outputs | None = None,
         sent: Callable[[EngineCoreRequest], object] = lambda _: None,
-        name: str = "",
+        place: Place = lambda error, _: error,
     ) -> list[str]:
         """Add the prompts of a call with their parameters; if one is refused, none runs on.
 
@@ -311,7 +320,7 @@ class OpenCalls:
         Args:
             outputs: outputs of the call, if it has added requests before.
             sent: gets each request as the engine got it.
-            name: name of the list of prompts in messages; empty for one prompt.
+            place: adds the name of a prompt, by its index, to an error.
 
         Returns:
             Their ids.
@@ -328,9 +337,9 @@ class OpenCalls:
                     self._engine.add_requests(added, sent=sent)
             except BaseException as error:
                 self.drop(ids)
-                if name and isinstance(error, RequestError):
-                    raise with_place(error, f"{name}[{len(ids) - 1}]") from None
-                raise
+                if not isinstance(error, RequestError):
+                    raise
+                raise place(error, len(ids) - 1) from error.__cause__
         return ids
 
     def add_at_once(self, requests: Iterable[Request], name: str) -> list[str]:
@@ -387,8 +396,13 @@ class OpenCalls:
         """Return the next output of a call, of any kind; raises as `next_output`."""
         return self.next_output(self._outputs[ids[0]])
 
-    def outputs(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+    def outputs(
+        self, ids: Sequence[str], place: Place = lambda error, _: error
+    ) -> Iterator[RequestOutput]:
         """Yield outputs of a call's requests, stepping the engine when none is left; never ends.
+
+        Args:
+            place: as for `add`.
 
         Raises:
             EnginePausedError: none will come before the engine is resumed.
@@ -401,7 +415,7 @@ class OpenCalls:
             output = self.next_output(waiting)
             error = rejection(output)
             if error is not None and not isinstance(error, EngineDeadError):
-                raise error
+                raise place(error, ids.index(output.request_id)) from error.__cause__
             yield output  # of an engine that died, with what it has: the others go on
 
     def next_output(self, waiting: Outputs) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from support.driving import FINAL
 from support.parallel import write_random_model
 from support.searching import kit_examples
@@ -16,39 +15,6 @@ from hardpoint.plugins import ConfigError
 from hardpoint.testing import SpeculatorSuite
 
 LLAMA = "LlamaForCausalLM"
-LOGITS = 3 * torch.randn(997, 131, generator=torch.Generator().manual_seed(0))
-
-
-class LastTokens:
-    """A model with logits that depend on the last two tokens."""
-
-    vocab_size, max_model_len, cache_bytes = 131, 1 << 20, 1
-
-    def __init__(self, model, num_tokens, *, vocab_size, same_tokens):
-        self.texts = {}
-
-    def extend(self, token_ids):
-        rows = []
-        for name, tokens in token_ids.items():
-            text = self.texts.setdefault(name, [])
-            assert tokens
-            text += tokens
-            rows.append(LOGITS[hash(tuple(text[-2:])) % len(LOGITS)])
-        return torch.stack(rows)
-
-    def length(self, name):
-        return len(self.texts.get(name, ()))
-
-    def reserve(self, name, count):
-        return True
-
-    def cut(self, name, length):
-        del self.texts.setdefault(name, [])[length:]
-        if not self.texts[name]:
-            del self.texts[name]
-
-    def close(self):
-        pass
 
 
 class TestDraftModel(SpeculatorSuite):
@@ -56,9 +22,6 @@ class TestDraftModel(SpeculatorSuite):
     options = {"model": "scripted"}
     examples = kit_examples(0.2)
     budget_us_per_request = None  # it takes what the model takes
-
-    def context(self):
-        return {"open_model": LastTokens}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hardpoint import LLM, RequestError, SamplingParams
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=3)
 FAMILIES = nightly_but(list(MODELS), "idefics3")
 NEEDS = {"pixtral": ["torchvision"], "smolvlm": ["torchvision", "num2words"]}
+OPS = "support.plugins.plain_ops:PlainOps"
 NEEDS["internvl"] = NEEDS["pixtral"]
 
 
@@ -66,6 +68,21 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(model):
         assert output.prompt_token_ids == token_ids, name
         assert distance(output.prompt_logprobs, expected) < 1e-4, name
         assert output.outputs[0].token_ids == known.greedy(request, 8), name
+
+
+def test_a_later_start_maps_the_packed_weights(model, tmp_path, caplog):
+    folder, family = model
+    outputs = []
+    for action in ("wrote", "mapped"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hardpoint"):
+            cache = {"path": str(tmp_path), "max_bytes": 1 << 30}
+            with open_llm(folder, weight_cache=cache, ops={"use": OPS}) as llm:
+                outputs.append(
+                    [results(o) for o in llm.generate([*prompts(family).values()], GREEDY)]
+                )
+        assert f"packed weights: {action}" in caplog.text
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.nightly

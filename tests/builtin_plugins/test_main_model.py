@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.adapters import write_model
+from support.adapters import write_model, write_two_models
 from support.parallel import write_random_model
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, HardpointError, ModelError, SamplingParams
 from hardpoint.testing import scripted_config, write_scripted_model
 
 HERE, LENS = "support.plugins.main_model", "support.plugins.lens"
@@ -89,6 +89,7 @@ def test_first_layers_have_the_logits_of_a_truncated_model(tmp_path, num_layers)
     with LLM(str(tmp_path / "model"), config=plugins | options, max_model_len=64) as llm:
         rows = llm.plugins.call_part("scores", "rows", {"a": tokens})
         part = llm.plugins.call_part("scores", "last", {"a": tokens[:3]})
+        assert llm.plugins.call_part("scores", "num_layers", {}) == 3
     del reference.model.layers[num_layers:]
     with torch.no_grad():
         expected = reference.double()(torch.tensor([tokens])).logits[0].float()
@@ -100,8 +101,42 @@ def test_first_layers_have_the_logits_of_a_truncated_model(tmp_path, num_layers)
 def test_a_number_of_layers_that_the_model_lacks_is_refused(real_folder, num_layers):
     options = {"plugin": {"scores": {"num_layers": num_layers}}}
     config = _real_config(real_folder, plugins={"enable": [f"{HERE}:Scores"]}, **options)
-    with pytest.raises(Exception, match=rf"num_layers: expected 1\.\.\d, got {num_layers}"):
+    with pytest.raises(ModelError) as error:
         LLM(config=config).close()
+    assert str(error.value) == (
+        f"plugin 'scores' ({HERE}:Scores), asked for by plugins.enable[0] (argument "
+        f"LLM(config=...)): num_layers: expected 1..3, got {num_layers}"
+    )
+
+
+def test_a_draft_model_that_does_not_open_names_its_speculator(scripted_folder):
+    speculation = {"use": [f"{HERE}:NoDraft"], "adaptive": False}
+    with pytest.raises(ModelError) as error:
+        LLM(config=scripted_config(scripted_folder, {"speculation": speculation})).close()
+    assert str(error.value) == (
+        f"plugin 'no_draft' ({HERE}:NoDraft), asked for by speculation.use[0] (argument "
+        "LLM(config=...)): model: found no file or directory './nowhere'"
+    )
+
+
+def test_a_cache_that_memory_has_no_room_for_is_refused(scripted_folder):
+    speculation = {"use": [f"{HERE}:HugeCache"], "adaptive": False}
+    message = (
+        r"'huge_cache' \(.*speculation.use\[0\].*: num_tokens: expected at most \d+, .* got 10{15}"
+    )
+    with pytest.raises(ModelError, match=message):
+        LLM(config=scripted_config(scripted_folder, {"speculation": speculation})).close()
+
+
+def test_tokens_without_room_in_the_cache_are_refused(scripted_folder):
+    settings = {"plugins": {"enable": [f"{HERE}:Scores"]}}
+    with LLM(config=scripted_config(scripted_folder, settings)) as llm:
+        llm.plugins.call_part("scores", "last", {"a": [1] * 100})
+        message = r"token_ids\['b'\]: expected 1 to 400 tokens, .* room for, got 401"
+        with pytest.raises(HardpointError, match=message):
+            llm.plugins.call_part("scores", "last", {"b": [1] * 401})
+        with pytest.raises(HardpointError, match=r"expected 1 to 400 tokens, .*, got 0"):
+            llm.plugins.call_part("scores", "last", {"b": []})
 
 
 def test_a_model_that_computes_all_layers_is_refused(tmp_path):
@@ -111,7 +146,9 @@ def test_a_model_that_computes_all_layers_is_refused(tmp_path):
         "plugins": {"enable": [f"{HERE}:Scores"]},
         "plugin": {"scores": {"num_layers": 1}},
     }
-    with pytest.raises(Exception, match="num_layers: expected a model that computes 1 layers if"):
+    with pytest.raises(
+        Exception, match="num_layers: expected None for a model that ignores .*, got 1"
+    ):
         LLM(str(tmp_path / "model"), config=config, max_model_len=64).close()
 
 
@@ -128,6 +165,33 @@ def test_sequences_of_a_model_with_groups_of_layers_are_those_of_the_engine(tmp_
     for place, token in enumerate(tokens[1:]):
         known = output.prompt_logprobs[place + 1][token].logprob
         assert float(logprobs[place, token]) == known
+
+
+@pytest.mark.parametrize("num_layers", [None, 2])
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_updated_weights_compute_sequences_again(tmp_path, in_process, num_layers):
+    first, second = write_two_models(tmp_path)
+    settings = {
+        "plugins": {"enable": [f"{HERE}:Scores"]},
+        "plugin": {"scores": {"num_layers": num_layers}},
+        "engine": {"in_process": in_process},
+    }
+    texts = {"a": [(7 * place) % 251 for place in range(300)], "b": [9], "c": [4, 4, 8]}
+    following = {"c": [1], "a": [5, 6], "b": [7], "new": [2, 3]}
+    whole = {name: texts.get(name, []) + tokens for name, tokens in following.items()}
+    longer = {name: [*tokens, 1] for name, tokens in whole.items()}
+    with LLM(str(second), config=settings, max_model_len=400) as llm:
+        expected = [llm.plugins.call_part("scores", "last", each) for each in (whole, longer)]
+    with LLM(str(first), config=settings, max_model_len=400) as llm:
+        known = {name: whole[name] for name in texts}
+        assert llm.plugins.call_part("scores", "last", known) != expected[0][:3]
+        llm.plugins.call_part("scores", "last", texts)
+        llm.weights.update(second)
+        assert llm.plugins.call_part("scores", "continued", following) == expected[0]
+        llm.weights.update(first)
+        llm.weights.update(second)
+        again = {name: [1] for name in whole}
+        assert llm.plugins.call_part("scores", "continued", again) == expected[1]
 
 
 def test_lens_after_the_last_layer_predicts_what_the_model_samples(real_folder):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.builtins.model_harness import build_model, load_model, open_loader
+from support.builtins.model_harness import Runner, build_model, load_model, open_loader
 from support.builtins.transformers_models import FAMILIES, MOE, TINY, save
-from support.builtins.transformers_parity import check_logits_and_greedy_tokens
+from support.builtins.transformers_parity import TOKENS, check_logits_and_greedy_tokens
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
@@ -63,6 +63,31 @@ REFUSED = {
 def test_logits_and_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     reference = save(kind, *FAMILIES[kind], tmp_path)
     check_logits_and_greedy_tokens((reference, ThroughTransformers, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[] if k in GATE else [pytest.mark.nightly]) for k in FAMILIES],
+)
+@torch.inference_mode()
+def test_packed_weights_make_the_same_model(kind: str, tmp_path: Path) -> None:
+    save(kind, *FAMILIES[kind], tmp_path)
+    loader = open_loader(SafetensorsLoader, tmp_path)
+    model = load_model(ThroughTransformers, loader, dtype=torch.float32)
+    packed = model.packed_weights()
+    assert packed is not None
+    again = build_model(ThroughTransformers, loader.config(), dtype=torch.float32)
+    again.load_packed(packed)
+    first, second = (
+        Runner(each, dtype=torch.float32).logits([("a", TOKENS)]) for each in (model, again)
+    )
+    assert torch.equal(first, second)
+    version = next(name for name in packed if name.startswith("transformers "))
+    for name in (version, sorted(packed)[0]):
+        rest = {other: tensor for other, tensor in packed.items() if other != name}
+        message = f"packed with {version}" if name == version else name
+        with pytest.raises((KeyError, ValueError), match=message):
+            build_model(ThroughTransformers, loader.config(), dtype=torch.float32).load_packed(rest)
 
 
 def test_experts_are_copied_as_they_come(tmp_path: Path) -> None:

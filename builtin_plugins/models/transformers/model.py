@@ -34,6 +34,8 @@ from .modules import Modules
 
 _log = logging.getLogger("hardpoint")
 _DRY_TOKENS = 4
+_VERSION = f"transformers {transformers.__version__}"
+"""Name of a tensor in packed weights: other versions may fuse weights in another way."""
 
 
 class ThroughTransformers(Model):
@@ -116,7 +118,7 @@ class ThroughTransformers(Model):
             ModelError: they differ.
         """
         self._modules.load(self._text_weights(weights))
-        self._compare()
+        self._loaded()
 
     def _tower_layers(self) -> Sequence[PackedLayer]:
         return () if self._tower is None else self._tower.layers()
@@ -130,8 +132,6 @@ class ThroughTransformers(Model):
                 self._tower.load(name, tensor)
             else:
                 yield name, tensor
-        if self._tower is not None:
-            self._tower.move_buffers()
 
     def encode_media(self, modality: str, items: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # noqa: ARG002
         """Return the embeddings of the tokens of images, [tokens, hidden_size] of each."""
@@ -148,15 +148,24 @@ class ThroughTransformers(Model):
         self._modules.load_quantized(name, matrix)
 
     def packed_weights(self) -> dict[str, torch.Tensor] | None:
-        """Return the packed matrices, and the other tensors."""
-        text = self._modules.packed()
-        tower = packed_weights(self._tower_layers())
-        return None if text is None or tower is None else {**tower, **text}
+        """Return the packed matrices, and the other tensors, as this version has their layout."""
+        packed = packed_weights([*self._tower_layers(), *self._modules.layers()])
+        return None if packed is None else {**packed, _VERSION: torch.empty(0)}
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load them, and compare as `load_weights` does."""
-        self._modules.load_packed(tensors)
-        load_packed(self._tower_layers(), tensors)
+        """Load them, and compare as `load_weights` does.
+
+        Raises:
+            KeyError, ValueError: a tensor is missing or wrong, or is of another version.
+        """
+        if _VERSION not in tensors:
+            raise ValueError(f"expected weights that were packed with {_VERSION}")
+        weights = {name: tensor for name, tensor in tensors.items() if name != _VERSION}
+        load_packed([*self._tower_layers(), *self._modules.layers()], weights)
+        self._loaded()
+
+    def _loaded(self) -> None:
+        self._modules.move_buffers()
         if self._tower is not None:
             self._tower.move_buffers()
         self._compare()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from hardpoint.toolkit.layers import (
     LMHead,
     PackedLayer,
     RMSNorm,
-    load_packed,
-    packed_weights,
     quantizable,
     weight_cuts,
     weight_shapes,
@@ -264,7 +262,6 @@ class Modules:
             for made, result in self._names.convert(name, tensor, self._empty):
                 self._load_made(made, result)
         self._tie_head()
-        self._move_buffers()
 
     def _tie_head(self) -> None:
         table, self._table = self._table, None
@@ -304,25 +301,18 @@ class Modules:
         if self._tied is not None and name == self._names.plain.get(self._tied, self._tied):
             self._table = tensor
 
-    def _move_buffers(self) -> None:
+    def move_buffers(self) -> None:
+        """Move the buffers that no checkpoint has to the device of the model."""
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self._context.device:
                     module._buffers[name] = buffer.to(self._context.device)
 
-    def packed(self) -> dict[str, torch.Tensor] | None:
-        """Return the tensors as they are kept."""
-        return packed_weights(self._all())
-
-    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load them."""
-        load_packed(self._all(), tensors)
-        self._move_buffers()
-
-    def _all(self) -> Iterator[PackedLayer]:
-        yield from self._stored()
+    def layers(self) -> list[PackedLayer]:
+        """Return the layers with packed weights, a tied head too."""
         if self._tied is not None and isinstance(self._head, LMHead):
-            yield self._head
+            return [*self._stored(), self._head]
+        return self._stored()
 
     def path_of(self, weight: torch.Tensor) -> str:
         """Return the name of the replaced module that has this weight."""

@@ -90,6 +90,7 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
                     open_model=context.open_model,
                     open_head=context.open_head,
                     max_step_tokens=config.scheduler.max_num_batched_tokens,
+                    num_layers=context.num_layers,
                 )
                 undo.callback(self._components.close, speculator)
                 self._speculators[name] = speculator

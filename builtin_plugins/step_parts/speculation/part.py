@@ -28,7 +28,7 @@ class Speculation(StepPart):
 
     def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
         """Return the half that checks which speculator a request names."""
-        return DraftedRequests(context.components)
+        return DraftedRequests(self.name, context.components)
 
     def engine_half(self, context: EngineHalfContext) -> DraftPlanner | None:
         """Return the half that plans drafts; None without a speculator."""

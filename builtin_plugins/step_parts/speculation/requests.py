@@ -17,25 +17,32 @@ NONE = "none"
 
 
 class DraftedRequests(FrontendHalf):
-    """Checks that the speculator of a request is enabled."""
+    """Checks that the speculator of a request is enabled, and has figures to include."""
 
-    for_parameters = ("speculator",)
+    for_parameters = ("speculator", "include")
 
-    def __init__(self, components: ComponentFactory) -> None:
-        self._components = components
+    def __init__(self, part: str, components: ComponentFactory) -> None:
+        """`part`: name of the step part in `include`."""
+        self._part, self._components = part, components
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:  # noqa: ARG002
         """Check the speculator of a request.
 
         Raises:
-            RequestError: it is not enabled.
+            RequestError: it is not enabled, or the request includes figures without drafts.
         """
-        name = request.params.speculator
-        if name is None or name == NONE:
-            return
-        if name not in (known := self._components.enabled(KIND)):
+        name, included = request.params.speculator, request.params.include
+        known = self._components.enabled(KIND)
+        if name is not None and name not in (NONE, *known):
             expected = f"an enabled speculator ({', '.join(sorted(known))})"
+            alternative = f" or {expected}" if known else ", because speculation.use is empty"
             raise RequestError(
-                f'speculator: expected "{NONE}"{f" or {expected}" if known else ""}, got {name!r}'
+                f'speculator: expected "{NONE}"{alternative}, got {name!r}'
                 f"{self._components.hint(KIND, name)}"
+            )
+        if self._part in included and (not known or name == NONE):
+            why = f'its speculator is "{NONE}"' if known else "speculation.use is empty"
+            raise RequestError(
+                f"include: expected no {self._part!r} in a request without drafts ({why}), "
+                f"got {included!r}"
             )

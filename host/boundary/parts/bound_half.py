@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.host.boundary.activity import PluginCalls
-from hardpoint.host.boundary.errors import close_named, kind_of
+from hardpoint.host.boundary.errors import close_named, kind_of, naming_caller
 from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.registry.blame import (
     StateAtFault,
@@ -192,6 +192,7 @@ def _made(part: StepPart, source: Source, context: Any, cls: type[BoundHalf[Any]
     """Return the half of a part; None if it has none."""
     name = f"{source}: its {cls.maker}()"
     with (
+        naming_caller(),
         faults_as(PluginFaultError, name, passing=(HardpointError,)),
         keeping_torch(source, cls.maker),
     ):

@@ -44,6 +44,8 @@ class SpeculatorContext(Context["Speculator"]):
         device: device of the model, a `torch.device`.
         vocab_size: vocabulary size of the model.
         hidden_size: hidden size of the model.
+        num_layers: layers of the model with attention, the largest `num_layers` of `open_model`;
+            0 if the context was made by hand.
         max_num_seqs: requests of a step, at most.
         max_model_len: tokens of a request, at most.
         num_draft_tokens: drafts of a request and a step, at most.
@@ -70,6 +72,7 @@ class SpeculatorContext(Context["Speculator"]):
     open_model: ModelOpener | None = None
     open_head: HeadOpener | None = None
     max_step_tokens: int = 1
+    num_layers: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -117,6 +117,9 @@ class LoadedModel:
 class SequenceModel(Protocol):
     """A further model in a worker, with a KV cache of its own: sequences of tokens by name.
 
+    It computes without LoRA adapters, taps and hooks of step parts. No keys and values are shared
+    with requests of the engine, also for the engine's own model.
+
     Attributes:
         vocab_size: vocabulary size of the model.
         max_model_len: tokens of a sequence, at most.
@@ -132,7 +135,8 @@ class SequenceModel(Protocol):
     ) -> torch.Tensor:
         """Append tokens to sequences; return the logits after each, float32 [sequences, vocab].
 
-        A name that is not known begins a sequence.
+        A name that is not known begins a sequence. After `weights.update`, sequences of the
+        engine's own model first compute their earlier tokens again.
 
         Args:
             token_ids: new tokens, by the name of the sequence.
@@ -144,10 +148,13 @@ class SequenceModel(Protocol):
         """
 
     def length(self, name: str) -> int:
-        """Return the number of tokens of a sequence; 0 if there is none."""
+        """Return the number of tokens of a sequence; 0 if there is none, as after a sleep."""
 
     def reserve(self, name: str, count: int) -> bool:
-        """Return whether a sequence can get so many more tokens; the room is its own then."""
+        """Return whether a sequence can get so many more tokens; the room is its own then.
+
+        It cannot if the cache is full, or beyond `max_model_len`.
+        """
 
     def cut(self, name: str, length: int) -> None:
         """Forget the tokens of a sequence after the first `length`; all of them with 0."""
@@ -184,15 +191,15 @@ class ModelOpener(Protocol):
 
         Args:
             model: as `EngineConfig.model`; or `MAIN_MODEL` of the context, the engine's own model,
-                with shared weights. Its sequences have a KV cache of their
-                own; state its `cache_bytes` as `memory`. When weights change, cut all
-                sequences.
+                with shared weights. Its sequences have a KV cache of their own; state its
+                `cache_bytes` as `memory`.
             num_tokens: tokens of all sequences together, for which its KV cache has room.
             vocab_size: required size of its vocabulary; None takes any.
             same_tokens: whether its token ids have to stand for the same texts as the token ids of
                 the engine's model. Where one of them has no tokenizer, they are not compared.
             num_layers: number of decoder layers of `MAIN_MODEL` to compute before its last norm
-                and output layer (early exit), with a KV cache of these layers; None is all.
+                and output layer (early exit), with a KV cache of these layers; None is all. Models
+                through transformers compute all layers.
 
         Raises:
             ModelError: it cannot be loaded, has another vocabulary or tokenizer, or does not fit;
@@ -251,6 +258,8 @@ class WorkerHalfContext:
         open_model: opens a further model; None if the context was made by hand.
         open_head: opens a drafting head; None if the context was made by hand.
         num_draft_tokens: most drafts of a request that a step verifies; 0 if no part drafts.
+        num_layers: layers of the model with attention, the largest `num_layers` of `open_model`;
+            0 if the context was made by hand.
         MAIN_MODEL: the engine's own model, for `open_model`.
     """
 
@@ -268,3 +277,4 @@ class WorkerHalfContext:
     open_model: ModelOpener | None = None
     open_head: HeadOpener | None = None
     num_draft_tokens: int = 0
+    num_layers: int = 0

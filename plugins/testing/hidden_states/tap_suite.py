@@ -126,6 +126,8 @@ class _Call:
         method = getattr(self.tap, self.method)
         with self.suite._unchanged(IN_PLACE, f"{self.method}()", values=values, rows=rows):
             result: torch.Tensor | None = self.suite._timed(method, self.site, values, rows)
+        if result is None and self.method == "exits":
+            return torch.zeros(len(values), dtype=torch.bool, device=values.device)
         return result if result is not values else values.clone()
 
     def of_new_tap(self) -> _Call:

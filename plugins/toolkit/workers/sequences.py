@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -17,8 +17,16 @@ from hardpoint.plugins.model import Attend
 __all__ = ["LoadedSequences", "main_sequences"]
 
 
+_RECOMPUTED = 512
+"""Tokens of a step that computes sequences again, of all of them together."""
+
+
 class SequencesModel(Protocol):
     """A loaded model with attention in all layers."""
+
+    @property
+    def version(self) -> int:
+        """Number of times that its weights were replaced."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states, as `Model.forward`."""
@@ -53,6 +61,21 @@ class SequencesAttention(Protocol):
         """Return the attention of a step."""
 
 
+@dataclass
+class _Sequence:
+    """A sequence, or room that is reserved for one.
+
+    Attributes:
+        tokens: tokens with keys and values in the cache.
+        blocks: blocks of the cache, for these tokens and reserved ones.
+        version: version of the weights of the keys and values.
+    """
+
+    version: int
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
 class LoadedSequences:
     """Sequences of a model by name; see `SequenceModel`."""
 
@@ -83,8 +106,7 @@ class LoadedSequences:
         """Allocate the cache; there are no sequences."""
         self._caches = self._attention.allocate(self._num_blocks)
         self._free = list(range(self._num_blocks))[::-1]
-        self._blocks: dict[str, list[int]] = {}
-        self._lengths: dict[str, int] = {}
+        self._sequences: dict[str, _Sequence] = {}
 
     def sleep(self) -> None:
         """Release the cache."""
@@ -92,35 +114,43 @@ class LoadedSequences:
 
     def length(self, name: str) -> int:
         """Return the number of tokens of a sequence; 0 if there is none."""
-        return self._lengths.get(name, 0)
+        sequence = self._sequences.get(name)
+        return 0 if sequence is None else len(sequence.tokens)
 
     def reserve(self, name: str, count: int) -> bool:
         """Return whether a sequence can get so many more tokens; the room is its own then."""
-        length, held = self.length(name) + count, len(self._blocks.get(name, ()))
-        missing = max(0, -(-length // self._block_size) - held)
-        if length > self.max_model_len or missing > len(self._free):
+        if count > self._room(name):
             return False
-        self._blocks.setdefault(name, []).extend(self._free.pop() for _ in range(missing))
+        sequence = self._sequences.setdefault(name, _Sequence(self._model.version))
+        num_blocks = -(-(len(sequence.tokens) + count) // self._block_size)
+        missing = max(0, num_blocks - len(sequence.blocks))
+        sequence.blocks.extend(self._free.pop() for _ in range(missing))
         return True
 
     def cut(self, name: str, length: int) -> None:
         """Forget the tokens of a sequence after the first `length`; all of them with 0."""
-        if length <= 0:
-            self._lengths.pop(name, None)
-        elif name in self._lengths:
-            self._lengths[name] = min(length, self._lengths[name])
-        held = self._blocks.get(name, [])
-        num_kept = -(-max(length, 0) // self._block_size)
-        self._free += held[num_kept:][::-1]
-        del held[num_kept:]
-        if not held:
-            self._blocks.pop(name, None)
+        if (sequence := self._sequences.get(name)) is None:
+            return
+        length = max(length, 0)
+        num_blocks = -(-length // self._block_size)
+        self._free += sequence.blocks[num_blocks:][::-1]
+        del sequence.tokens[length:], sequence.blocks[num_blocks:]
+        if not sequence.blocks:
+            del self._sequences[name]
+
+    def _room(self, name: str) -> int:
+        """Return how many more tokens a sequence can get."""
+        sequence = self._sequences.get(name) or _Sequence(0)
+        num_blocks = len(sequence.blocks) + len(self._free)
+        return min(num_blocks * self._block_size, self.max_model_len) - len(sequence.tokens)
 
     @torch.inference_mode()
     def extend(
         self, token_ids: Mapping[str, Sequence[int]], *, all_rows: bool = False
     ) -> torch.Tensor:
         """Append tokens to sequences; return the logits after each, float32 [sequences, vocab].
+
+        Keys and values of replaced weights are computed again before.
 
         Args:
             token_ids: new tokens, by the name of the sequence.
@@ -129,65 +159,81 @@ class LoadedSequences:
         Raises:
             ValueError: no tokens for a sequence, or more than there is room for.
         """
-        names = sorted(token_ids, key=lambda name: len(token_ids[name]) > 1)  # one token first
-        starts = np.zeros(len(names) + 1, dtype=np.int64)
-        lens = np.zeros(len(names), dtype=np.int64)
-        for row, name in enumerate(names):
-            count = len(token_ids[name])
-            if not count or not self.reserve(name, count):
-                raise ValueError(f"{name}: {count} tokens, for which there is no room")
-            lens[row] = self._lengths[name] = self.length(name) + count
-            starts[row + 1] = starts[row] + count
-        batch = self._batch(names, token_ids, starts, lens)
-        hidden = self._model.forward(batch)
-        order = {name: row for row, name in enumerate(names)}
-        ends = [int(starts[order[name] + 1]) for name in token_ids]
+        for name, tokens in token_ids.items():
+            if not len(tokens) or not self.reserve(name, len(tokens)):
+                raise ValueError(
+                    f"token_ids[{name!r}]: expected 1 to {self._room(name)} tokens, as many as the "
+                    f"cache has room for, got {len(tokens)}"
+                )
+        sequences, new = [self._sequences[name] for name in token_ids], [*token_ids.values()]
+        self._recompute(sequences)
+        hidden, ends = self._forward(sequences, [len(s.tokens) for s in sequences], new)
+        for sequence, tokens in zip(sequences, new, strict=True):
+            sequence.tokens += tokens
+        rows = [end - 1 for end in ends]
         if all_rows:
-            counts = [len(token_ids[name]) for name in token_ids]
-            spans = zip(ends, counts, strict=True)
-            rows = [row for end, count in spans for row in range(end - count, end)]
-        else:
-            rows = [end - 1 for end in ends]
+            spans = zip(ends, new, strict=True)
+            rows = [row for end, tokens in spans for row in range(end - len(tokens), end)]
         chosen = hidden[to_device(rows, self._device)]
         return self._model.compute_logits(chosen).to(torch.float32, copy=True)
 
-    def _batch(
+    def _recompute(self, sequences: Sequence[_Sequence]) -> None:
+        """Compute keys and values again, if the weights were replaced."""
+        version = self._model.version
+        stale = [item for item in sequences if item.version != version]
+        longest = max((len(item.tokens) for item in stale), default=0)
+        size = max(1, _RECOMPUTED // max(1, len(stale)))
+        for first in range(0, longest, size):
+            parts = [item for item in stale if len(item.tokens) > first]
+            tokens = [item.tokens[first : first + size] for item in parts]
+            self._forward(parts, [first] * len(parts), tokens)
+        for sequence in stale:
+            sequence.version = version
+
+    def _forward(
         self,
-        names: Sequence[str],
-        token_ids: Mapping[str, Sequence[int]],
-        starts: np.ndarray[Any, np.dtype[np.int64]],
-        lens: np.ndarray[Any, np.dtype[np.int64]],
-    ) -> ForwardBatch:
-        """Return the inputs of a step.
+        sequences: Sequence[_Sequence],
+        firsts: Sequence[int],
+        token_ids: Sequence[Sequence[int]],
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Compute tokens of sequences, and their keys and values.
 
         Args:
-            names: sequences, with single tokens first.
-            token_ids: new tokens of each.
-            starts: first token of each sequence, and the number of all tokens.
-            lens: length of each sequence, the new tokens included.
+            sequences: sequences with room for the tokens.
+            firsts: position of the first token of each.
+            token_ids: tokens of each, at least one.
+
+        Returns:
+            Hidden states, and for each sequence the row after its last one.
         """
-        size = self._block_size
-        table = np.zeros((len(names), -(-int(lens.max()) // size)), dtype=np.int64)
+        size, place = self._block_size, self._device
+        counts = np.asarray([len(tokens) for tokens in token_ids], dtype=np.int64)
+        order = np.argsort(counts > 1, kind="stable")  # attention has single tokens first
+        starts = np.concatenate(([0], np.cumsum(counts[order])))
+        lens = (np.asarray(firsts, dtype=np.int64) + counts)[order]
+        table = np.zeros((len(order), -(-int(lens.max()) // size)), dtype=np.int64)
         positions = np.empty(int(starts[-1]), dtype=np.int64)
         slots = np.empty_like(positions)
-        for row, (name, (start, end)) in enumerate(zip(names, pairwise(starts), strict=True)):
-            held = np.asarray(self._blocks[name], dtype=np.int64)
-            table[row, : len(held)] = held[: table.shape[1]]  # more of them may be reserved
-            new_positions = np.arange(lens[row] - (end - start), lens[row])
+        for row, (number, (start, end)) in enumerate(zip(order, pairwise(starts), strict=True)):
+            blocks = np.asarray(sequences[number].blocks, dtype=np.int64)
+            table[row, : len(blocks)] = blocks[: table.shape[1]]  # more of them may be reserved
+            new_positions = np.arange(firsts[number], lens[row])
             positions[start:end] = new_positions
-            slots[start:end] = held[new_positions // size] * size + new_positions % size
-        ids = [token for name in names for token in token_ids[name]]
+            slots[start:end] = blocks[new_positions // size] * size + new_positions % size
         step = AttentionStep(
             query_starts=starts,
             seq_lens=lens,
-            num_single=sum(len(token_ids[name]) == 1 for name in names),
-            block_table=to_device(table, self._device),
-            slots=to_device(slots, self._device),
+            num_single=int((counts == 1).sum()),
+            block_table=to_device(table, place),
+            slots=to_device(slots, place),
             block_size=size,
         )
         attend = self._attention.of_step(self._caches, [step] * len(self._attention.groups))
-        place = self._device
-        return ForwardBatch(to_device(ids, place, torch.int64), to_device(positions, place), attend)
+        ids = to_device([i for number in order for i in token_ids[number]], place, torch.int64)
+        hidden = self._model.forward(ForwardBatch(ids, to_device(positions, place), attend))
+        ends = np.empty(len(order), dtype=np.int64)
+        ends[order] = starts[1:]
+        return hidden, ends.tolist()
 
     def close(self) -> None:
         """Close the model and its backends."""
@@ -227,10 +273,10 @@ def main_sequences(
     if num_layers is not None and not 1 <= num_layers <= max_layers:
         raise ModelError(f"num_layers: expected 1..{max_layers}, got {num_layers}")
     num_blocks = -(-num_tokens // block_size)
-    if (needed := num_blocks * attention.bytes_per_block) > available:
+    if num_blocks > (limit := available // attention.bytes_per_block):
         raise ModelError(
-            f"model: the cache of {num_tokens} tokens needs {needed} bytes, "
-            f"{available} are available"
+            f"num_tokens: expected at most {limit * block_size}, for which memory has room, got "
+            f"{num_tokens}"
         )
     sizes["block_size"] = block_size
     if num_layers is None:
@@ -248,6 +294,10 @@ class _FirstLayers:
     def __init__(self, model: SequencesModel, num_layers: int) -> None:
         self._model, self._num_layers = model, num_layers
 
+    @property
+    def version(self) -> int:
+        return self._model.version
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         def attend(
             layer: int,
@@ -258,8 +308,8 @@ class _FirstLayers:
         ) -> torch.Tensor:
             if layer >= self._num_layers:
                 raise ModelError(
-                    f"num_layers: expected a model that computes {self._num_layers} layers if "
-                    f"ForwardBatch.num_layers says so, it computes layer {layer}"
+                    f"num_layers: expected None for a model that ignores ForwardBatch.num_layers "
+                    f"and computes layer {layer}, got {self._num_layers}"
                 )
             return batch.attend(layer, q, k, v, angles)
 

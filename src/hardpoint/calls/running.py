@@ -36,6 +36,7 @@ from hardpoint.requests import (
     with_output_kind,
     with_place,
 )
+from hardpoint.typed import is_list
 
 from .adapters import AdapterGroup, AsyncAdapterGroup, with_adapters, with_adapters_async
 from .forks import OpenRequests
@@ -81,9 +82,15 @@ class SyncRequests:
         if self.images.tokens:  # of a model that takes images
             prompts = [self.images.prompt(prompt) for prompt in prompts]
         requests = make_requests(prompts, params, **self._with_adapters(options))
-        ids = self.calls.add(requests, name="prompts" if len(requests) > 1 else "")
+
+        def place(error: HardpointError, index: int) -> HardpointError:
+            if len(requests) == 1:
+                return error
+            return with_place(error, f"prompts[{index}]", has_params=is_list(params))
+
+        ids = self.calls.add(requests, place=place)
         results: dict[str, RequestOutput] = {}
-        outputs = self.calls.outputs(ids)
+        outputs = self.calls.outputs(ids, place)
         if draws:
             outputs = draw_outputs(outputs, len(ids))
         try:

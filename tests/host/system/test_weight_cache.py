@@ -11,9 +11,10 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
+from support.adapters import write_model
 from support.builtins.hostile_files import write_folder
+from support.plugins.plain_ops import PlainOps
 from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, SamplingParams
@@ -22,35 +23,11 @@ from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.host.system import tensor_files, weight_cache
 from hardpoint.host.system.weight_cache import WeightCache
 from hardpoint.kernels import cpu
-from hardpoint.plugins import Ops, Wrapper
 from hardpoint.plugins.config_tables import WeightCacheConfig
 
 PROMPTS = [[1, 2, 3], list(range(40, 60))]
 KEY = "a key"
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, detokenize=False)
-
-
-class PlainOps(Wrapper[Ops], Ops):
-    """Operations that keep matrices as they are, on any processor."""
-
-    contract = 1
-    devices = ("cpu",)
-
-    class Options(Wrapper.Options):
-        wraps: str = "torch"
-        layout: str = "rows"
-
-    @property
-    def layout(self):
-        return self.options.layout
-
-    def pack(self, weight):
-        return weight
-
-    def linear(self, packed, shape, bias=None, *, out_dtype=None):
-        if packed.shape != shape:
-            raise ValueError(f"expected {shape}, got {packed.shape}")
-        return lambda x: F.linear(x, packed, bias).to(out_dtype or x.dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +49,7 @@ def start(folder, tmp_path, caplog):
         caplog.clear()
         config = {
             "dtype": "float32",
-            "ops": {"use": f"{__name__}:PlainOps"},
+            "ops": {"use": f"{PlainOps.__module__}:PlainOps"},
             "weight_cache": {"path": str(cache)},
         } | config
         with caplog.at_level(logging.INFO, "hardpoint"), LLM(str(model), config=config) as llm:
@@ -146,6 +123,16 @@ def test_a_later_start_maps_the_weights_and_computes_the_same(
     found, used = start(model, sleeps=True)
     assert found == wanted
     assert len(used) == 2  # also when it woke up
+
+
+def test_a_later_start_through_transformers_maps_the_weights(start, tmp_path):
+    model = tmp_path / "model"
+    write_model(model)
+    results, lines = zip(
+        *(start(model, models={"use": "transformers"}) for _ in range(2)), strict=True
+    )
+    assert results[0] == results[1]
+    assert [[line.split()[3] for line in each] for each in lines] == [["wrote"], ["mapped"]]
 
 
 def add_head_norms(model):
@@ -329,7 +316,9 @@ def test_whatever_the_weights_depend_on_is_in_the_key(start, tmp_path, monkeypat
     model = write_folder(tmp_path / "model")
     cache = tmp_path / "cache"
     module = tmp_path / "rows.py"
-    module.write_text(f"from {__name__} import PlainOps\nclass Rows(PlainOps):\n    contract = 1\n")
+    module.write_text(
+        f"from {PlainOps.__module__} import PlainOps\nclass Rows(PlainOps):\n    contract = 1\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
     def touch(path):

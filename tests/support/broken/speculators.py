@@ -47,6 +47,46 @@ class Learns(LastPair):
         return {"after": after, "seen": []}
 
 
+class FirstLayers(Sample, Speculator, contract=1):
+    """Right: the likeliest tokens of the first layers of the engine's model."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.model = context.open_model(context.MAIN_MODEL, 1 << 14, num_layers=context.num_layers)
+
+    def propose(self, requests, budget):
+        return [self.drafts_of(request) for request in requests]
+
+    def drafts_of(self, request):
+        name, drafts = request.request_id, []
+        text = [*request.prompt_token_ids, *request.output_token_ids]
+        new = text[self.model.length(name) :]
+        if not self.model.reserve(name, len(new) + request.limit - 1):
+            return []
+        while len(drafts) < request.limit:
+            new = [int(self.model.extend({name: new}).argmax())]
+            drafts += new
+        self.model.cut(name, len(text))
+        return drafts
+
+    def ended(self, request):
+        self.model.cut(request.request_id, 0)
+
+    def memory(self):
+        return self.model.cache_bytes
+
+
+class KeepsSequences(FirstLayers):
+    def ended(self, request):
+        pass
+
+
+class OpensHead(LastPair):
+    def __init__(self, context):
+        super().__init__(context)
+        self.head = context.open_head("head")
+
+
 class NoContract(LastPair, contract=None):
     pass
 

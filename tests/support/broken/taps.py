@@ -56,6 +56,14 @@ class Exits(Sample, ActivationTap, contract=1):
         return values.amax(-1) > rows.tensor("factor").squeeze(1)
 
 
+class ExitsOrNone(Exits):
+    """Right: returns None if no token is of an output."""
+
+    def exits(self, site, values, rows):
+        generated = ~rows.in_prompt()
+        return super().exits(site, values, rows) & generated if generated.any() else None
+
+
 class ExitsByNumber(Exits):
     def exits(self, site, values, rows):
         return super().exits(site, values, rows).float()

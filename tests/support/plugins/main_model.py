@@ -44,6 +44,26 @@ class SelfDraft(Speculator):
         self.model.close()
 
 
+class NoDraft(SelfDraft):
+    """Opens a model that does not exist."""
+
+    contract = 1
+
+    def __init__(self, context: Any) -> None:
+        Speculator.__init__(self, context)
+        self.model = context.open_model("./nowhere", 2048)
+
+
+class HugeCache(SelfDraft):
+    """Wants more memory than there is."""
+
+    contract = 1
+
+    def __init__(self, context: Any) -> None:
+        Speculator.__init__(self, context)
+        self.model = context.open_model(context.MAIN_MODEL, 10**15)
+
+
 class Scores(StepPart):
     """Computes logits of texts between steps."""
 
@@ -73,14 +93,18 @@ class _Asks:
 class _Computes:
     def __init__(self, context: Any, num_layers: int | None) -> None:
         self._model = context.open_model(context.MAIN_MODEL, 512, num_layers=num_layers)
+        self._num_layers = context.num_layers
 
     def memory(self) -> dict[str, int]:
         return {"scores": self._model.cache_bytes}
 
     def call(self, message: bytes) -> bytes:
         method, texts = msgspec.msgpack.decode(message)
+        if method == "num_layers":
+            return msgspec.msgpack.encode(self._num_layers)
         for name in texts:
-            self._model.cut(name, 0)
+            if method != "continued":
+                self._model.cut(name, 0)
         if method == "rows":
             logits = self._model.extend(texts, all_rows=True)
         elif method == "one by one":

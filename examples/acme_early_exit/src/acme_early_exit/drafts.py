@@ -21,6 +21,10 @@ _CHUNK = 512
 """Tokens of a prompt that are computed in a step."""
 
 
+_OPTIONS = {"num_layers": "num_layers", "num_tokens": "cache_tokens"}
+"""Options by the arguments of `open_model`, for errors."""
+
+
 class SelfSpeculation(Speculator):
     """Drafts by early exit: the first layers, the last norm and the output layer.
 
@@ -50,6 +54,7 @@ class SelfSpeculation(Speculator):
 
         Raises:
             ConfigError: the model has fewer layers, or the cache does not fit.
+            ModelError: ranks share the model.
         """
         super().__init__(context)
         if context.open_model is None:
@@ -60,7 +65,10 @@ class SelfSpeculation(Speculator):
                 context.MAIN_MODEL, options.cache_tokens, num_layers=options.num_layers
             )
         except ModelError as error:
-            raise ConfigError(f"plugin.{self.name}.{error}") from error
+            argument, _, text = str(error).partition(": ")
+            if argument not in _OPTIONS:
+                raise
+            raise ConfigError(f"plugin.{self.name}.{_OPTIONS[argument]}: {text}") from error
 
     def start(self, request: DraftRequest) -> list[int] | None:
         """Return the tokens that the first layers have computed: none."""

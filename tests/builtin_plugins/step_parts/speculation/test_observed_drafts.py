@@ -102,6 +102,7 @@ def test_quick_speculators_draft_a_token_for_observed_requests(is_quick):
         vocab_size=100,
         hidden_size=1,
         open_model=None,
+        num_layers=0,
         open_head=None,
     )
     drafting = Drafting(EngineConfig(), context)

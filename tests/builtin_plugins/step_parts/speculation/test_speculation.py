@@ -179,7 +179,7 @@ def test_a_request_chooses_its_speculator_and_gives_it_arguments(scripted):
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        ([], r'speculator: expected "none", got \'nothing\''),
+        ([], r'speculator: expected "none", because speculation.use is empty, got \'nothing\''),
         (["ngram"], r'speculator: expected "none" or an enabled speculator \(ngram\), got \'noth'),
     ],
 )
@@ -247,10 +247,20 @@ def test_a_request_may_include_the_figures_of_its_drafts(scripted, end):
 
 
 def test_figures_of_drafts_that_there_are_none_of_are_refused(scripted):
-    asking = SamplingParams(max_tokens=2, include=["speculation"])
-    expected = "include: expected 'timings' or 'trace', got 'speculation'"
-    with LLM(config=scripted_config(scripted)) as llm, pytest.raises(RequestError, match=expected):
-        llm.generate(["say"], asking)
+    include = ["timings", "speculation"]
+    cases = [
+        ([], None, "speculation.use is empty"),
+        (["ngram"], "none", 'its speculator is "none"'),
+    ]
+    for use, speculator, why in cases:
+        asking = SamplingParams(max_tokens=2, include=include, speculator=speculator)
+        config = scripted_config(scripted, speculating_with(*use))
+        with LLM(config=config) as llm, pytest.raises(RequestError) as error:
+            llm.generate(["say"], asking)
+        assert str(error.value) == (
+            f"include: expected no 'speculation' in a request without drafts ({why}), got "
+            f"{include!r}"
+        )
 
 
 def test_a_batch_level_processor_and_a_speculator_are_refused_together(scripted):

@@ -93,12 +93,36 @@ class TestRefusals:
         with pytest.raises(RequestError) as error:
             llm.generate(["x", "x", "x"], GREEDY, tags=[{}, {"grow": "yes"}, {}])
         assert type(error.value) is PromptTooLongError
-        where = "prompts[1]" if llm.config.engine.in_process else "prompt"
         assert str(error.value) == (
-            f"{where}: the prompt is too long: 600 tokens; this model's maximum context length is "
-            "512 tokens, less one to generate"
+            "prompts[1]: the prompt is too long: 600 tokens; this model's maximum context length "
+            "is 512 tokens, less one to generate"
         )
         assert not llm.llm_engine.has_unfinished_requests()
+        assert still_serves(llm)
+
+    @pytest.mark.parametrize(
+        ("field", "value", "message"),
+        [
+            ("include", ["nothing"], "include: expected 'timings' or 'trace', got 'nothing'"),
+            (
+                "include",
+                ["speculation"],
+                "include: expected no 'speculation' in a request without drafts (speculation.use "
+                "is empty), got ['speculation']",
+            ),
+            (
+                "speculator",
+                "nothing",
+                "speculator: expected \"none\", because speculation.use is empty, got 'nothing'",
+            ),
+        ],
+    )
+    def test_parameters_of_a_prompt(self, llm, field, value, message):
+        wrong = msgspec.structs.replace(GREEDY, **{field: value})
+        for params, where in (([GREEDY, wrong], "prompts[1]: "), (wrong, "")):
+            with pytest.raises(RequestError) as error:
+                llm.generate(["x", "x"], params)
+            assert str(error.value) == where + message
         assert still_serves(llm)
 
     def test_in_a_stream(self, llm):

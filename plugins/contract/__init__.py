@@ -34,7 +34,8 @@ from .kv_cache.events import (
 from .kv_cache.eviction import EvictionContext, EvictionPolicy
 from .kv_cache.manager import CachedPrefix
 from .kv_cache.store import KVStore, KVStoreContext
-from .model.attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
+from .model.attention import AttentionBackend, AttentionContext
+from .model.attention_step import AttentionStep, KVSpec
 from .model.forward import ForwardBatch, TensorSpec
 from .model.loader import LoaderContext, WeightFormat, WeightLoader
 from .model.logits_ops import LogitsOps, Op

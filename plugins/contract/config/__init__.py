@@ -6,5 +6,6 @@ from .engine import (
 )
 from .engine import ConversationsConfig as ConversationsConfig
 from .engine import DebugConfig as DebugConfig
+from .model_files import ModelConfig, ModelFiles
 
-__all__ = ["ConfigSources", "EngineConfig"]
+__all__ = ["ConfigSources", "EngineConfig", "ModelConfig", "ModelFiles"]

@@ -8,9 +8,8 @@ from hardpoint.plugins.config.model_files import (
 from .attention import (
     AttentionBackend,
     AttentionContext,
-    AttentionStep,
-    KVSpec,
 )
+from .attention_step import AttentionStep, KVSpec
 from .cuts import (
     Cut,
     needed_part,

@@ -14,7 +14,7 @@ from hardpoint.plugins.config.model_files import ModelConfig
 from hardpoint.plugins.process.parallel import Parallel
 from hardpoint.plugins.requests.media_format import MediaFormat
 
-from .attention import KVSpec
+from .attention_step import KVSpec
 from .cuts import Cut
 from .forward import ForwardBatch, LayerHooks, TensorSpec
 from .matrices import QuantizedMatrix

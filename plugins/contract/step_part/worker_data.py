@@ -11,7 +11,7 @@ from hardpoint.plugins.kv_cache.block_identity import BlockIdentity
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.plugins.model.attention import AttentionStep
+    from hardpoint.plugins.model.attention_step import AttentionStep
     from hardpoint.plugins.model.forward import Attend
 
 __all__: list[str] = []

@@ -26,7 +26,6 @@ from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import Rule, Violation, checks
 from hardpoint.toolkit.kv_codes import CODE_DTYPES
 
-from .arguments import ARGUMENTS, LENGTH, NAMES, check_arguments
 from .block_views import (
     BLOCK_VIEWS,
     MOVED_BLOCKS,
@@ -67,7 +66,7 @@ from .cases import (
     tolerance,
     value_size,
 )
-from .padding import check_padding
+from .checks import ARGUMENTS, LENGTH, NAMES, check_arguments, check_padding
 
 _NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
 _MOVED_LENGTHS = (17, 3, 1)

@@ -415,7 +415,7 @@ def nightly(*values):
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
-LIMITED = {"arguments": st.builds(dict, window=st.integers(1, 8))}
+DRAWN_WINDOWS = {"arguments": st.builds(dict, window=st.integers(1, 8))}
 RIGHT = [
     (WeightLoaderSuite, {"loader": loaders.Json}),
     (WeightLoaderSuite, {"loader": loaders.CutsByItself}),
@@ -428,7 +428,7 @@ RIGHT = [
     (ModelSuite, {"model": models.Skipping}),
     nightly(ModelSuite, {"model": media_models.Seeing}),
     nightly(AttentionBackendSuite, {"backend": attention.KeysAlone}),
-    nightly(AttentionBackendSuite, {"backend": attention.Limited, **LIMITED}),
+    nightly(AttentionBackendSuite, {"backend": attention.Limited, **DRAWN_WINDOWS}),
     nightly(AttentionBackendSuite, {"backend": attention.Viewed}),
     nightly(AttentionBackendSuite, {"backend": attention.Padded}),
     nightly(AttentionBackendSuite, {"backend": attention.Coded}),
@@ -448,7 +448,7 @@ def test_a_broken_sampler_fails_its_rule(cls, test, rule, pattern):
 
 @each_broken(ATTENTION)
 def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
-    assert_fails(AttentionBackendSuite, {"backend": cls, **LIMITED}, test, rule, pattern)
+    assert_fails(AttentionBackendSuite, {"backend": cls, **DRAWN_WINDOWS}, test, rule, pattern)
 
 
 def test_a_suite_of_an_attention_backend_with_arguments_draws_some():

@@ -64,7 +64,7 @@ SCALES = {"one": 1.0, "scaled": -0.5}  # of the adapter
 REAL = {"attention": {"use": "native_cpu"}}
 ENGINE: dict[str, dict[str, Level]] = {
     "model": {
-        "scripted": {},
+        "scripted": {"attention": {"use": "support.plugins.windowed:Windowed"}},
         "with states": {},
         "real": REAL,
         "of int8 weights": REAL | {"quantization": {"use": "int8"}},
@@ -156,6 +156,7 @@ REQUEST: dict[str, dict[str, Level]] = {
         "exit": {"plugin_args": {"leave": {"every": 3, "threshold": 0.02}}},
     },
     "eviction": {"none": {}, "window": {"plugin_args": {"window": {"window": 13}}}},
+    "attention": {"of all": {}, "limited": {"plugin_args": {"windowed": {"window": 9}}}},
     "prompt": {"of ids": {}, "of embeddings": {}, "of both": {}, "with an image": {}},
     "turns": {"one": {}, "two": {}},
     "completions": {"one": {}, "three": {"n": 3}},
@@ -224,7 +225,7 @@ REFUSED = (
         for model in SCRIPTED
     }
     | {
-        (("model", model), ("cache", name)): "kv_cache.dtype: .*history_attention"
+        (("model", model), ("cache", name)): "kv_cache.dtype: .*(history_attention|windowed)"
         for name in ENGINE["cache"]
         if name != "as computed"
         for model in SCRIPTED
@@ -250,6 +251,13 @@ REFUSED = (
         )
         for name in ENGINE["model"]
         if name not in EVICTABLE
+    }
+    | {
+        (("model", name), ("attention", "limited")): (
+            "plugin_args.windowed: no enabled plugin of that name takes arguments"
+        )
+        for name in ENGINE["model"]
+        if name != "scripted"
     }
     | {
         (("stores", "memory"), ("eviction", "window")): (
@@ -302,7 +310,14 @@ NO_IMAGES = {
 (tests/process/test_refused_pairs.py)."""
 NO_RELEASES = {(("eviction", "window"), ("group", "of three"))}
 """The request ends with an error (tests/builtin_plugins/test_released_blocks.py)."""
-APART = REFUSED.keys() | NOT_COMPARED | NO_FORKS | NO_IMAGES | NO_RELEASES
+LIMITED = ("attention", "limited")
+NOT_SCRIPTED = {
+    tuple(sorted((LIMITED, pair), key=lambda level: [*ALL].index(level[0])))
+    for model, pair in REFUSED
+    if model == ("model", "scripted")
+}
+"""The scripted model alone has a backend with arguments, and refuses these."""
+APART = REFUSED.keys() | NOT_COMPARED | NO_FORKS | NO_IMAGES | NO_RELEASES | NOT_SCRIPTED
 SHORT = 40  # one row in so many is in the short run
 
 
@@ -314,8 +329,12 @@ def is_allowed(chosen: list[str]) -> bool:
 
 def is_embedded_in_stages(row: Mapping[str, str]) -> bool:
     """Return whether a later stage of the scripted model would need the ids of embeddings."""
-    by_stages = row.get("model") in SCRIPTED and row.get("ranks") == "pipeline"
-    return by_stages and row.get("prompt") in ("of embeddings", "of both")
+    is_scripted = row.get("model") in SCRIPTED or row.get("attention") == "limited"
+    return (
+        is_scripted
+        and row.get("ranks") == "pipeline"
+        and row.get("prompt") in ("of embeddings", "of both")
+    )
 
 
 @functools.cache
@@ -328,7 +347,9 @@ def matrix() -> list[dict[str, str]]:
         row: dict[str, str] = {}
         for pair in missing:
             grown = row | dict(pair)
-            if row.items() <= grown.items() and APART.isdisjoint(pairs_of(completed(grown))):
+            whole = completed(grown)
+            fits = APART.isdisjoint(pairs_of(whole)) and not is_embedded_in_stages(whole)
+            if row.items() <= grown.items() and fits:
                 row = grown
         assert row, f"no row has {missing[0]}"
         rows.append(completed(row))

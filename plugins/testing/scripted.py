@@ -56,6 +56,7 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
     contract = 1
     kv_layout = "scripted[blocks, block_size]"
     devices = ("cpu",)
+    reports_weights = True
 
     def bytes_per_block(self, spec: KVSpec) -> int:  # noqa: ARG002
         """Return the bytes of one block."""
@@ -98,6 +99,20 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
         if hashes:
             result[: len(hashes), 0, :2] = torch.tensor(hashes, dtype=q.dtype, device=q.device)
         return result
+
+    def attention_weights(
+        self,
+        spec: KVSpec,
+        cache: torch.Tensor,  # noqa: ARG002
+        step: AttentionStep,
+        sequence: int,
+        q: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return even weights: a query attends alike to all tokens that it sees."""
+        length = int(step.seq_lens[sequence])
+        seen = torch.arange(length - len(q), length)[:, None] + 1
+        weights = (torch.arange(length) < seen).float() / seen
+        return weights.sum(0).expand(spec.num_heads, length)
 
 
 def _hash_of(tokens: np.ndarray[Any, np.dtype[np.int64]]) -> int:

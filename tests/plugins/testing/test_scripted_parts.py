@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 from support.searching import kit_examples
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.errors import PluginContractError
-from hardpoint.plugins import EngineCoreRequest
+from hardpoint.plugins import AttentionContext, AttentionStep, EngineCoreRequest, KVSpec
 from hardpoint.testing import (
+    HistoryAttention,
     ScriptedAdapters,
     ScriptedEmbeddings,
     ScriptedModel,
@@ -124,6 +127,31 @@ def test_a_wrong_tag_is_refused_and_nothing_else_is_disturbed(folder, tags, mess
         with pytest.raises(ValueError, match=message):
             complete(llm, [(PROMPT, GREEDY, tags)])
         assert len(complete(llm, [(PROMPT, GREEDY, {})])[0]) == 8
+
+
+def test_each_token_attends_evenly():
+    context = AttentionContext(
+        name="attention",
+        options=None,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        block_size=4,
+    )
+    spec = KVSpec(num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
+    step = AttentionStep(
+        query_starts=np.array([0, 2]),
+        seq_lens=np.array([3]),
+        num_single=0,
+        block_table=torch.tensor([[1]]),
+        slots=torch.tensor([5, 6]),
+        block_size=4,
+    )
+    backend = HistoryAttention(context)
+    weights = backend.attention_weights(
+        spec, backend.allocate(spec, 2), step, 0, torch.zeros(2, 2, 8)
+    )
+    expected = torch.tensor([1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3])
+    torch.testing.assert_close(weights, expected.expand(2, 3))
 
 
 class FailsOnce(ScriptedAdapters):

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
@@ -234,10 +234,8 @@ class BatchRun:
         try:
             outcome = await self._until_end(workers)
         finally:
-            for worker in workers:
-                worker.cancel()
-            ended = await asyncio.gather(*workers, return_exceptions=True)
-        for error in ended:
+            await _end(workers)
+        for error in await asyncio.gather(*workers, return_exceptions=True):
             if isinstance(error, Exception):
                 raise error
         if self._is_full:
@@ -366,6 +364,15 @@ class BatchRun:
             )
             owner.take_file(made, time.time_ns(), path)
         return name if owner.file(name) is not None else None
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended: what they wait in may lose a cancellation."""
+    pending = {*tasks}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_CHECK_SECONDS)
 
 
 class BatchRunner:

@@ -367,7 +367,7 @@ class BatchRun:
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they have ended: what they wait in may lose a cancellation."""
+    """Cancel tasks until they have ended, because an extension may lose a cancellation."""
     pending = {*tasks}
     while pending:
         for task in pending:

@@ -46,10 +46,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         working.result()
     finally:
         for task in (working, gone):
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 def ended_early() -> AnswerError:

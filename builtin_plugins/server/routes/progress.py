@@ -63,10 +63,8 @@ async def with_progress(
                 yield head + b'],"prompt_progress":' + encoded + b"}\n\n"
             event = first.result()
         finally:
-            if not first.done():
-                first.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await first
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
         if event is None:
             return
         yield event

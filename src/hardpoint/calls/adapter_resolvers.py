@@ -58,7 +58,8 @@ class AdapterResolvers(Companion):
         for resolver, source in self._open():
             waiting = asyncio.wrap_future(self._ask(resolver, name))
             try:
-                adapter = await asyncio.wait_for(waiting, self._seconds)
+                async with asyncio.timeout(self._seconds):
+                    adapter = await waiting
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():

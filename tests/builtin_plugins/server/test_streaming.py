@@ -10,6 +10,7 @@ from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
 from support.waiting import PATIENCE_S, wait_until
 
+from hardpoint.builtin_plugins.server.streaming import until_disconnect
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import EngineConfig, OverloadedError, RequestError
 from hardpoint.plugins.server import Middleware
@@ -250,3 +251,20 @@ def test_the_request_id_of_a_client_comes_back():
 def test_a_fake_has_the_configuration_of_the_test():
     assert isinstance(configured(), EngineConfig)
     assert configured(heartbeat_seconds=3).server.heartbeat_seconds == 3
+
+
+def test_a_cancellation_at_the_end_of_the_work_is_kept():
+    """At that moment the call waits for the end of its own watch of the connection."""
+
+    async def ends_cancelled():
+        async def receive():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                running.cancel()
+
+        running = asyncio.ensure_future(until_disconnect(receive, asyncio.sleep(0)))
+        await asyncio.wait([running])
+        return running.cancelled()
+
+    assert asyncio.run(ends_cancelled())

@@ -56,8 +56,10 @@ def extra_keys(
     begin in it, their offset follows.
     """
     types = _second_type_start(request)
-    whole_salt = _salt(request) if request.plugin_args else request.cache_salt
-    is_plain = request.lora is None and whole_salt is None and types is None
+    first_salt = None
+    if first == 0:
+        first_salt = _salt(request) if request.plugin_args else request.cache_salt
+    is_plain = request.lora is None and first_salt is None and types is None
     if is_plain and not request.features:
         return {}
     adapter = None if request.lora is None else adapter_key(request.lora)
@@ -69,11 +71,11 @@ def extra_keys(
             features.setdefault(index, []).append(part)
     extras = {}
     for index in range(first, end):
-        salt = whole_salt if index == 0 else None
+        salt = first_salt if index == 0 else None
         if adapter is not None or salt is not None or index in features:
             extras[index] = msgspec.msgpack.encode((adapter, salt, features.get(index, [])))
     if types is not None and first <= (index := types // block_size) < end:
-        salt = whole_salt if index == 0 else None
+        salt = first_salt if index == 0 else None
         key = (adapter, salt, features.get(index, []), types % block_size)
         extras[index] = msgspec.msgpack.encode(key)
     return extras

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from support.cases import nightly_but
+from support.http_server import running
 
-from hardpoint import LLM, RequestError, SamplingParams
+from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
 from hardpoint.errors import PluginContractError
 from hardpoint.testing import scripted_config
 
@@ -97,6 +98,20 @@ def test_wrong_arguments_are_refused(scripted):
         message = r"plugin_args\.windowed: no enabled plugin of that name takes arguments"
         with pytest.raises(RequestError, match=message):
             llm.generate([PROMPT], params(3))
+
+
+def test_clients_of_a_server_give_arguments(scripted, alone):
+    asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+    asked |= {"ignore_eos": True, "return_token_ids": True}
+    with running(AsyncLLM(config=config(scripted))) as server:
+        for window in (3, None, 9):
+            given = {} if window is None else {"plugin_args": {"windowed": {"window": window}}}
+            [choice] = server.post("/v1/completions", {**asked, **given}).json()["choices"]
+            assert tuple(choice["token_ids"]) == tuple(alone[window])
+        wrong = {**asked, "plugin_args": {"windowed": {"window": 0}}}
+        response = server.post("/v1/completions", wrong)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "plugin_args.windowed.window"
 
 
 def test_each_argument_needs_a_default(scripted):

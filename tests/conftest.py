@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import inspect
+import math
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +54,60 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 YOUNG_OBJECTS = 10_000
 """As many are made between two collections of garbage; Python's own number is 700. Starts of
 engines, which make many that live long, take a tenth less."""
-MANY_OBJECTS = 100_000
-"""As many as a collection of garbage visits in about 40 milliseconds."""
+MANY_MODULES = 50
+"""After as many imports, what a module of tests imported is left out of collections of garbage."""
+
+
+class GarbageCollection:
+    """Keeps collections of garbage short.
+
+    They pass over what lives as long as this process, such as modules: a collection of a million
+    objects takes half a second, and some tests collect often.
+    """
+
+    def __init__(self) -> None:
+        self._num_modules = 0
+
+    def pytest_collection(self) -> None:
+        """Collect no garbage while tests are found: there is next to none."""
+        gc.disable()
+
+    def pytest_collection_finish(self) -> None:
+        gc.enable()
+        self._freeze()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Freeze what a module of tests imported and cached, once that is much."""
+        if nextitem is None or nextitem.path == item.path:
+            return
+        if len(sys.modules) >= self._num_modules + MANY_MODULES:
+            self._freeze()
+
+    def _freeze(self) -> None:
+        self._num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+class HangWatch:
+    """Ends the process with the stacks of all threads if no test begins for long.
+
+    The timer of pytest itself starts a thread for each test, which takes 3 % of a run.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._stderr = seconds, os.dup(2)
+        self._begun = -math.inf
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if (now := time.monotonic()) >= self._begun + 10:
+            self._begun = now
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._stderr)
+
+    def pytest_sessionfinish(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class NamesOfFailures:
@@ -73,6 +129,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", metavar="SEED", help="run the files in a random order")
     parser.addoption("--stress", type=int, metavar="SEED", help="delay threads, reads and starts")
     parser.addoption("--durations-file", type=Path, help="write the seconds of each test there")
+    parser.addini("hang_seconds", "after as many without a new test, the run ends", type="int")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,6 +146,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(YOUNG_OBJECTS)
     choose_profile(long=config.getoption("all"))
     config.pluginmanager.register(Selection(config))
+    config.pluginmanager.register(GarbageCollection())
+    config.pluginmanager.register(HangWatch(config.getini("hang_seconds")))
     STARTS.install()
     read_metadata_once()
     check_builtins_once()
@@ -100,33 +159,6 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-
-
-def pytest_collection() -> None:
-    """Collect no garbage while tests are found: there is next to none."""
-    gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    gc.enable()
-    freeze()
-
-
-def freeze() -> None:
-    """Let collections of garbage pass over what lives as long as this process, such as modules.
-
-    Some tests collect often: a collection of a million objects takes half a second.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Freeze what a module of tests imported and cached, once that is much."""
-    if nextitem is None or nextitem.path == item.path or len(gc.get_objects()) < MANY_OBJECTS:
-        return
-    freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -57,7 +57,7 @@ def test_grammars_of_other_servers_constrain_the_answer(server, path, body, fiel
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_n_predict_is_the_length_of_the_answer(server, stream):
-    body = {"messages": user("say abc"), "n_predict": 3, "stream": stream}
+    body = {"messages": user("say abc"), "n_predict": 3, "stream": stream, "temperature": 0}
     answer = server.post("/v1/chat/completions", body)
     assert answer.status_code == 200, answer.text
     assert '"finish_reason":"length"' in answer.text

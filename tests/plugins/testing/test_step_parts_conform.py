@@ -18,6 +18,7 @@ from support.broken.speculators import LastPair
 from support.broken.step_parts import Drafts, Good, GoodWorker
 from support.broken.taps import Norms, Scaled
 from support.kit_suites import assert_tests_builtins
+from support.plugins.main_model import Scores
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.step_parts.adapters import Adapters
@@ -211,6 +212,14 @@ class TestTimings(StepPartSuite):
             PROMPTS,
             st.booleans(),
         )
+
+
+class TestScores(StepPartSuite):
+    """Its worker half opens a further model."""
+
+    examples = kit_examples()
+    part = Scores
+    calls = (("rows", {"a": [1, 2, 3]}), ("num_layers", {}))
 
 
 class TestWeightUpdates(StepPartSuite):

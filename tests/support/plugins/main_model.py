@@ -86,6 +86,8 @@ class _Asks:
         self._context = context
 
     def call(self, method: str, arguments: Any) -> Any:
+        if method not in ("rows", "last", "one by one", "continued", "num_layers"):
+            raise plugins.RequestError(f"method: expected one of Scores, got {method!r}")
         (answer,) = self._context.call_workers(msgspec.msgpack.encode([method, arguments]))
         return msgspec.msgpack.decode(answer)
 

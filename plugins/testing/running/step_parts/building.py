@@ -32,6 +32,7 @@ from hardpoint.plugins.step_part.part import FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import GeneralComponentSuite, LiveComponentSuite
 from hardpoint.testing.engine_access import describe_fault, engine_config, fault_counter
+from hardpoint.testing.hidden_states.drafting_model import ModelOfTests
 from hardpoint.testing.reporting.calls import call
 
 from . import rules
@@ -45,11 +46,15 @@ __all__ = ["END", "OpenedSession", "StepPartHalves"]
 END = 256
 """The token that ends a text in the vocabulary of bytes."""
 
+_NUM_LAYERS = 4
+_MAX_MODEL_LEN = 4096
 _BYTES = Vocabulary(tokens=(*(bytes([byte]) for byte in range(256)), b"<eos>"), special=(END,))
 
 
 class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
     """Builds the halves of the part under test.
+
+    `open_model` of the worker half returns sequences of a random model, under any name.
 
     Attributes:
         part: the class under test.
@@ -155,16 +160,20 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
         return part, self._completed(half, ENGINE_HOOKS, "engine_half")
 
     def _build_worker_half(self, loaded: Any) -> tuple[StepPart, WorkerHalf | None]:
+        device = torch.device("cpu")
+        further = ModelOfTests(self.vocab_size, _MAX_MODEL_LEN, _NUM_LAYERS, device)
         part, half = self._build_half(
             "worker_half",
             WorkerHalfContext,
-            device=torch.device("cpu"),
+            device=device,
             rank=0,
             world_size=1,
             hidden_size=HIDDEN_SIZE,
             describe_fault=describe_fault,
             host_memory=lambda: 1 << 30,
             loaded=loaded,
+            open_model=further.open,
+            num_layers=_NUM_LAYERS,
         )
         return part, self._completed(half, WORKER_HOOKS, "worker_half")
 

@@ -13,7 +13,7 @@ from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 
 def download():
-    time.sleep(3)  # three times the limit
+    time.sleep(1)  # five times the limit
 
 
 class Slow(ByteTokenizer):
@@ -31,13 +31,13 @@ def test_the_error_names_the_setting(scripted, tmp_path, monkeypatch):
     config = scripted_config(
         scripted,
         {
-            "engine": {"in_process": False, "start_timeout_seconds": 1},
+            "engine": {"in_process": False, "start_timeout_seconds": 0.2},
             "tokenizer": {"use": "slow_to_build:Slow"},
         },
     )
     words = (
-        r"the program took \d+ s to prepare the launch of the engine process, of 1 s for the whole "
-        r"start \(engine\.start_timeout_seconds\); slow was .+\(\) in .+:\d+"
+        r"the program took \d+ s to prepare the launch of the engine process, of 0.2 s for the "
+        r"whole start \(engine\.start_timeout_seconds\); slow was .+\(\) in .+:\d+"
     )
     with pytest.raises(EngineDeadError, match=words):
         LLM(config=config)

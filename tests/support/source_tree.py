@@ -37,7 +37,7 @@ def top_level_folders() -> list[str]:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Suspend garbage collections, which would visit a million nodes of syntax trees each time."""
+    """Suspend garbage collections: they visit a million syntax nodes, and call finalizers."""
     gc.disable()
     try:
         yield

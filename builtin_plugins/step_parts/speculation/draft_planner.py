@@ -47,15 +47,15 @@ All at once, because a step with a single draft takes longer than a step without
 quick speculator need none: the planner compares their drafts with the next tokens in every step.
 """
 
-_MEMORY = 12.0
+_MEMORY = 20.0
 """Drafts of a request that count; earlier ones are forgotten."""
 _COMMON_MEMORY = 200.0
 """The same of all requests together."""
 _PRIOR = 4.0
 """Drafts that the rate of all requests counts as, for a request with few of its own."""
-_RESTART = 0.02
+_RESTART = 0.003
 """Probability of a run of equal outcomes below which the rate of a request has changed."""
-_RESTART_PRIOR = 0.5
+_RESTART_PRIOR = 1.0
 """Accepted and rejected drafts that are added to the outcomes since such a change."""
 _ROUNDS = 3
 """The threshold depends on the drafts, and these on it."""

@@ -110,10 +110,15 @@ def test_a_signal_at_any_import_ends_quietly(scripted, module):
     "module", nightly_but(["torch", "hardpoint.async_llm", "transformers"], "torch")
 )
 def test_libraries_lose_no_interrupt(scripted, module):
-    """A bare `except` around an import within a library would swallow a KeyboardInterrupt."""
+    """A bare `except` around an import within a library would swallow a KeyboardInterrupt.
+
+    The command ends with what it does at that time, such as to open an engine, which logs.
+    """
     code = LOSING.format(module=module, arguments=arguments_of(scripted))
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == QUIET
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.stderr
+    assert module != "torch" or ended.stderr == ""
     assert ended.stdout == "signal\nlost\n"
 
 

@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from support.adapters import lora, write_adapter
 from support.builtins.checkpoint_harness import random_model
 from support.cases import nightly_but
-from support.drafting_heads import LLAMA, VOCAB, record_drafts, write_eagle3, write_mtp
+from support.drafting_heads import (
+    LLAMA,
+    VOCAB,
+    fix_costs_of_drafts,
+    record_drafts,
+    write_eagle3,
+    write_mtp,
+)
 
 from hardpoint import LLM, ConfigError, HardpointError, ModelError, SamplingParams
 from hardpoint.builtin_plugins.speculators.eagle3 import Eagle3
@@ -120,6 +127,7 @@ def test_drafts_are_those_of_the_reference_and_change_no_token(
     with plain(folder, head) as llm:
         expected, _ = generate(llm)
     recorded = record_drafts(monkeypatch)
+    fix_costs_of_drafts(monkeypatch)
     with opened(folder, head, SITUATIONS[situation]) as llm:
         for _ in range(2):  # the second time with cached prefixes
             tokens, outputs = generate(llm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from hardpoint.builtin_plugins.speculators.trained_head import TrainedHead
+from hardpoint.builtin_plugins.step_parts.speculation import draft_planner
+from hardpoint.plugins import StepCost
 
 from .builtins.checkpoint_harness import random_model
 
@@ -286,3 +289,14 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list
 
     monkeypatch.setattr(TrainedHead, "propose", recording)
     return recorded
+
+
+def fix_costs_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let adaptive lengths of drafts depend on their acceptance alone, not on measured times."""
+    cost = StepCost(step=10.0, single_query=0.1, draft=0.05, is_trained=True)
+    lengths = draft_planner.draft_lengths
+
+    def of_cost(limits: Any, rates: Any, _measured: StepCost, *counts: int) -> dict[str, int]:
+        return lengths(limits, rates, cost, *counts)
+
+    monkeypatch.setattr(draft_planner, "draft_lengths", of_cost)

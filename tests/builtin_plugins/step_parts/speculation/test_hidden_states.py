@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 from support.cases import nightly_but
+from support.drafting_heads import fix_costs_of_drafts
 from support.driving import FINAL, run
 from support.parallel import write_random_model
 from support.plugins import heads
@@ -45,7 +46,8 @@ SITUATIONS = {
         ("preemptions of chunks", "ExactHead"),
     ),
 )
-def test_tokens_are_those_without_a_head(open_engine, jobs, expected, situation, head):
+def test_tokens_are_those_without_a_head(open_engine, jobs, expected, situation, head, monkeypatch):
+    fix_costs_of_drafts(monkeypatch)
     engine = open_engine(settings(head, **SITUATIONS[situation]))
     for _ in range(2):  # the second time with cached prefixes
         assert run(engine, jobs, per_step=3) == expected

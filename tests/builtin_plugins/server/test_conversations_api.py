@@ -282,6 +282,12 @@ class TestCompaction:
                 "content": f"Summary of the conversation so far:\n{summary}",
             }
 
+    def test_it_is_not_streamed(self, server):
+        fields = {"input": "say abc", "stream": True, "temperature": 0}
+        headers = {"authorization": f"Bearer {ALICE}"}
+        answer = server.post("/v1/responses/compact", fields, headers=headers)
+        assert (answer.status_code, answer.json()["object"]) == (200, "response.compaction")
+
     def test_a_summary_that_is_cut_is_an_error(self, server):
         fields = {"input": "say abc", "max_output_tokens": 1, "temperature": 0}
         headers = {"authorization": f"Bearer {ALICE}"}

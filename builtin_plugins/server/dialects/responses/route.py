@@ -149,7 +149,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
     async def compact(self, request: Request) -> Response:
         """Answer with the user messages of a conversation and a summary of all of it."""
         call, body = await self._service.requests.read(request, CompactRequest)
-        body = msgspec.structs.replace(body.resolved(), store=False)
+        body = msgspec.structs.replace(body.resolved(), store=False, stream=False)
         model, adapter = await self._service.model(body.model)
         answer_id, engine_name = answer_ids(self.id_prefix, call, body.request_id)
         parsed: ParsedRequest[ResponsesRequest] = ParsedRequest(

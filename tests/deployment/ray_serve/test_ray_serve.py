@@ -188,6 +188,7 @@ def test_a_client_that_goes_ends_its_request(served):
     wait_until(lambda: running() == 0, PATIENCE_S, "the request to end")
 
 
+@pytest.mark.timing  # Serve measures what waits, and starts an engine within a time
 def test_engines_follow_the_work_that_waits(served, expected):
     app = served(
         tables={"scheduler": {"max_num_seqs": 1}},

@@ -109,7 +109,11 @@ BROKEN = [
     (broken.Objects, "response", "response", "no JSON: NotImplementedError: a object is no plain"),
     (broken.NotANumber, "response", "response", "which is no JSON: ValueError: Out of range float"),
 ]
-LIMITED = {broken.Sleeps: {"max_wait_seconds": 0.1}, broken.Slow: {"budget_us_per_call": 1.0}}
+LIMITED = {
+    broken.Sleeps: {"max_wait_seconds": 0.1},
+    broken.SleepsForSeconds: {"max_wait_seconds": 1.0},
+    broken.Slow: {"budget_us_per_call": 1.0},
+}
 
 
 def attributes(cls):

@@ -33,7 +33,7 @@ STORES = [
     (kv_stores.NeverDone, "content", "results", "future of load of key 0 was not done after 0.3"),
     (kv_stores.KeepsNothing, "kept", "kept", "False for each of 12 blocks, twice, in a new place"),
     (kv_stores.PromisesTooEarly, "content", "kept", "key 0 as kept, and load does not find it ri"),
-    (kv_stores.ForgetsOld, "kept", "kept", "key 0 is kept, .* after all were stored"),
+    (kv_stores.ForgetsOld, "kept", "kept", "key 0 as kept, .* after all were stored"),
     (kv_stores.KeepsFirst, "replaced", "replaced", "version 1 of .* load gave version 0"),
     (kv_stores.FirstPartOnly, "content", "content", "of the block stored as 0, a wrong part 2"),
     (kv_stores.WritesNothing, "content", "content", "load of key 0 returned True, and wrote noth"),

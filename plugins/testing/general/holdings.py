@@ -178,7 +178,8 @@ def settings() -> dict[str, Any]:
 class FileWatch:
     """Watches the files and folders that Python code of this process makes or writes.
 
-    An audit hook cannot be removed, so all watches share one, which is idle between them.
+    Code in threads that were there before is somebody else's. An audit hook cannot be removed, so
+    all watches share one, which is idle between them.
     """
 
     _active: list[FileWatch] = []
@@ -186,6 +187,7 @@ class FileWatch:
 
     def __init__(self) -> None:
         self._paths: set[str] = set()
+        self._other_threads: set[int | None] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -193,6 +195,8 @@ class FileWatch:
         if not FileWatch._is_hooked:
             FileWatch._is_hooked = True
             sys.addaudithook(_on_event)
+        self._other_threads = {thread.ident for thread in threading.enumerate()}
+        self._other_threads.discard(threading.get_ident())
         FileWatch._active.append(self)
         try:
             yield
@@ -205,7 +209,8 @@ class FileWatch:
 
     def note(self, path: str) -> None:
         """Keep a path."""
-        if not path.endswith(".pyc") and "__pycache__" not in path:
+        is_other = threading.get_ident() in self._other_threads
+        if not is_other and not path.endswith(".pyc") and "__pycache__" not in path:
             self._paths.add(path)
 
 

@@ -22,6 +22,7 @@ from hardpoint.testing import (
     TokenizerSuite,
 )
 from hardpoint.testing.general.growth import check_growth
+from hardpoint.testing.general.holdings import FileWatch
 from hardpoint.testing.suite import Violation
 
 # suite, attribute, right component, method of a use, further attributes
@@ -122,3 +123,23 @@ def test_a_thread_that_catches_up_is_no_growth():
             check_growth(queue, queue.left.append, 100, 32, known)
     finally:
         queue.close()
+
+
+def test_files_of_other_threads_are_not_the_components(tmp_path):
+    """An engine that was closed may still keep hashes of its files in the cache folder."""
+    begun = threading.Event()
+
+    def write(path):
+        begun.wait()
+        path.mkdir()
+
+    other = threading.Thread(target=write, args=[tmp_path / "other"])
+    other.start()
+    watch = FileWatch()
+    with watch.watching():
+        own = threading.Thread(target=write, args=[tmp_path / "own"])
+        own.start()
+        begun.set()
+        for thread in (other, own):
+            thread.join()
+    assert watch.left(lambda _path: False) == [str(tmp_path / "own")]

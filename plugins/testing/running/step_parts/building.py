@@ -51,6 +51,12 @@ _MAX_MODEL_LEN = 4096
 _BYTES = Vocabulary(tokens=(*(bytes([byte]) for byte in range(256)), b"<eos>"), special=(END,))
 
 
+@functools.cache
+def _further_model(vocab_size: int) -> ModelOfTests:
+    """Return the model that worker halves open: each drawn example builds a half."""
+    return ModelOfTests(vocab_size, _MAX_MODEL_LEN, _NUM_LAYERS, torch.device("cpu"))
+
+
 class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
     """Builds the halves of the part under test.
 
@@ -160,19 +166,17 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
         return part, self._completed(half, ENGINE_HOOKS, "engine_half")
 
     def _build_worker_half(self, loaded: Any) -> tuple[StepPart, WorkerHalf | None]:
-        device = torch.device("cpu")
-        further = ModelOfTests(self.vocab_size, _MAX_MODEL_LEN, _NUM_LAYERS, device)
         part, half = self._build_half(
             "worker_half",
             WorkerHalfContext,
-            device=device,
+            device=torch.device("cpu"),
             rank=0,
             world_size=1,
             hidden_size=HIDDEN_SIZE,
             describe_fault=describe_fault,
             host_memory=lambda: 1 << 30,
             loaded=loaded,
-            open_model=further.open,
+            open_model=_further_model(self.vocab_size).open,
             num_layers=_NUM_LAYERS,
         )
         return part, self._completed(half, WORKER_HOOKS, "worker_half")

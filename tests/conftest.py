@@ -55,7 +55,7 @@ YOUNG_OBJECTS = 10_000
 """As many are made between two collections of garbage; Python's own number is 700. Starts of
 engines, which make many that live long, take a tenth less."""
 MANY_MODULES = 50
-"""After as many imports, what a module of tests imported is left out of collections of garbage."""
+"""Imports after which the objects of modules are left out of garbage collections."""
 
 
 class GarbageCollection:
@@ -78,7 +78,7 @@ class GarbageCollection:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Freeze what a module of tests imported and cached, once that is much."""
+        """Freeze the objects of new imports after a file of tests, once there are many."""
         if nextitem is None or nextitem.path == item.path:
             return
         if len(sys.modules) >= self._num_modules + MANY_MODULES:

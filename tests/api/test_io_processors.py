@@ -18,7 +18,7 @@ from support.plugins.io_processors import (
     Writes,
 )
 from support.plugins.slow import Slow
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, until
 
 from hardpoint import LLM, AsyncLLM, PoolingParams, SamplingParams
 from hardpoint.calls.io_processors import ProcessorCall, RoundLimits
@@ -231,7 +231,7 @@ class TestSeveralRounds:
     def test_each_round_has_the_outputs_of_its_prompts(self, opened):
         assert opened.plugins.process(ROUNDS) == [1, 3, 0, 1]
         assert opened.plugins.process({"rounds": []}, as_json=True) == b"[1]"
-        assert InRounds.over == ["returned", "returned"]
+        assert InRounds.over[""] == ["returned", "returned"]
         lines = opened.metrics().splitlines()
         (prompts,) = [line for line in lines if line.startswith("hardpoint:prompt_tokens_total{")]
         assert float(prompts.rpartition(" ")[2]) == 2 + 3 + 1 + 2
@@ -248,7 +248,7 @@ class TestSeveralRounds:
         expected = r"'in_rounds'.*its post_process yielded 'text', expected a list of pairs"
         with pytest.raises(PluginFaultError, match=expected):
             opened.plugins.process({"rounds": ["text"]})
-        assert InRounds.over == ["ended", "ended", "ended"]
+        assert InRounds.over[""] == ["ended", "ended", "ended"]
         assert opened.llm_engine.has_unfinished_requests() is False
         assert opened.plugins.health().faults == {"in_rounds": 2}
 
@@ -264,7 +264,7 @@ class TestSeveralRounds:
             opened.plugins.process({"rounds": [[[1]] * 5] * 2})
         opened.engines.set_config({"plugins.io_prompts": 11})
         assert opened.plugins.process({"rounds": [[[1]] * 5] * 2}) == [1, 5, 5]
-        assert InRounds.over == ["returned", "ended", "ended", "returned"]
+        assert InRounds.over[""] == ["returned", "ended", "ended", "returned"]
 
     def test_a_generator_that_does_not_end_is_a_fault(self, opened, caplog):
         with pytest.raises(RequestError, match=r"round 2: prompts\[0\]: prompt_token_ids"):
@@ -384,20 +384,18 @@ class TestAnEventLoop:
             await async_llm.plugins.process({"rounds": [[[1], [9999]]]}, "in_rounds")
 
     async def test_cancelling_ends_the_present_round(self, async_llm):
-        InRounds.ended.clear()
-        InRounds.over.clear()
         endless = SamplingParams(
             max_tokens=400, ignore_eos=True, plugin_args={"slow": {"seconds": 0.1}}
         )
-        data = {"rounds": [[[1], [2], [3]]], "params": endless}
+        data = {"rounds": [[[1], [2], [3]]], "params": endless, "name": "cancelled"}
         call = asyncio.create_task(async_llm.plugins.process(data, "in_rounds"))
         while len(await async_llm.engines.live_requests()) < 3:
             await asyncio.sleep(0.005)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert await asyncio.to_thread(InRounds.ended.wait, PATIENCE_S)
-        assert InRounds.over == ["ended"]
+        await until(lambda: InRounds.over["cancelled"], "the generator to end")
+        assert InRounds.over["cancelled"] == ["ended"]
         while await async_llm.engines.live_requests():
             await asyncio.sleep(0.005)
 

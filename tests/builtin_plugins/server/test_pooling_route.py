@@ -151,9 +151,7 @@ def test_rounds_are_answered_together(server):
 
 
 def test_a_disconnect_aborts_the_present_round(server):
-    InRounds.over.clear()
-    InRounds.ended.clear()
-    data = {"rounds": [[[1], [2], [3]], [[4]]]}
+    data = {"rounds": [[[1], [2], [3]], [[4]]], "name": "disconnected"}
     body = json.dumps({"data": data, "io_processor": "slow_rounds", "tags": {"a": "b"}}).encode()
     connection = server.socket()
     connection.sendall(
@@ -167,8 +165,8 @@ def test_a_disconnect_aborts_the_present_round(server):
 
     server.call(until_live, 3)
     connection.close()
-    assert InRounds.ended.wait(PATIENCE_S)
-    assert InRounds.over == ["ended"]
+    wait_until(lambda: InRounds.over["disconnected"])
+    assert InRounds.over["disconnected"] == ["ended"]
     server.call(until_live, 0)
     wait_until(lambda: server.service.load.open == 0)
 

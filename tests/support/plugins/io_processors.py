@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from typing import Any, ClassVar
 
@@ -124,15 +125,14 @@ class Writes(IOProcessor):
 
 
 class InRounds(IOProcessor):
-    """Has the rounds of its input after the first round, and notes the end of a call.
+    """Has the rounds of its input after the first round, and notes the end of a call by its name.
 
     An entry is a list of prompts, "fails", or another text, which it yields. The output is the
-    number of outputs of each round.
+    number of outputs of each round. A call of AsyncLLM that fails ends later, in another thread.
     """
 
     contract = 1
-    over: ClassVar[list[str]] = []
-    ended: ClassVar[threading.Event] = threading.Event()
+    over: ClassVar[defaultdict[str, list[str]]] = defaultdict(list)
 
     def parse_request(self, data: Any) -> Any:
         """Take any object."""
@@ -154,8 +154,7 @@ class InRounds(IOProcessor):
                 counts.append(len(outputs))
             is_complete = True
         finally:
-            self.over.append("returned" if is_complete else "ended")
-            self.ended.set()
+            self.over[request.get("name", "")].append("returned" if is_complete else "ended")
             if request.get("goes_on"):
                 yield []
         return counts

@@ -167,9 +167,8 @@ class TestGenerate:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def test_hooks_hear_of_the_end(self, run):
-        Hooked.finished.clear()
         run(lambda llm: collect(llm.generate("say abc", GREEDY, "heard")))
-        assert Hooked.finished == ["heard"]
+        assert Hooked.finished.count("heard") == 1
 
 
 class TestLeaving:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,13 +190,24 @@ def ambiguity(reference: str, path: str, plugins: Sequence[InstalledPlugin], ori
     return f"{path}: {reference!r} is the name of {listed}; {advice} (from {origin})"
 
 
-def undecided(item: SelectedPlugin, installed: Iterable[InstalledPlugin]) -> tuple[Source, ...]:
+PluginsByName = Mapping[str, Sequence[InstalledPlugin]]
+
+
+def plugins_by_name(installed: Iterable[InstalledPlugin]) -> PluginsByName:
+    """Return the installed plugins of each name."""
+    by_name: dict[str, list[InstalledPlugin]] = {}
+    for plugin in installed:
+        by_name.setdefault(plugin.name, []).append(plugin)
+    return by_name
+
+
+def undecided(item: SelectedPlugin, installed: PluginsByName) -> tuple[Source, ...]:
     """Return other components with the name of a built-in default that no setting names."""
     return () if item.path else _others(item, installed)
 
 
 def warn_of_defaults(
-    config: EngineConfig, chosen: Iterable[SelectedPlugin], installed: Sequence[InstalledPlugin]
+    config: EngineConfig, chosen: Iterable[SelectedPlugin], installed: PluginsByName
 ) -> list[str]:
     """Return warnings about defaults with a name that other distributions offer too."""
     warnings = []
@@ -276,13 +287,11 @@ def offers(
     )
 
 
-def _others(item: SelectedPlugin, installed: Iterable[InstalledPlugin]) -> tuple[Source, ...]:
+def _others(item: SelectedPlugin, installed: PluginsByName) -> tuple[Source, ...]:
     return tuple(
         other.source("default")
-        for other in installed
-        if other.name == item.source.name  # the name of few, so it is compared first
-        and other.kind == item.kind.name
-        and other.value != item.source.value
+        for other in installed.get(item.source.name, ())
+        if other.kind == item.kind.name and other.value != item.source.value
     )
 
 

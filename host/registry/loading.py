@@ -110,7 +110,8 @@ def import_object(source: Source, stand_ins: StandIns = lambda _module: None) ->
     module_name = source.value.partition(":")[0]
     with faults_as(PluginLoadError, f"{source}: its import", passing=(PluginNotFoundError,)):
         try:
-            with keeping_torch(source, "import"):
+            is_new = module_name not in sys.modules
+            with keeping_torch(source, "import") if is_new else contextlib.nullcontext():
                 target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as cause:
             if cause.name and (context := stand_ins(cause.name)) is not None:
@@ -191,13 +192,21 @@ def takes_context(cls: type) -> bool:
 def hook_functions(target: Any) -> dict[str, str]:
     """Return the names of an object's functions that are marked with `hookimpl`, by hook."""
     by_hook: dict[str, str] = {}
-    for name in dir(target):
-        function = None if hasattr(object, name) else inspect.getattr_static(target, name, None)
-        function = getattr(function, "__func__", function)
+    for name, member in _static_members(target).items():
+        function = getattr(member, "__func__", member)
         marks = getattr(function, f"{hookimpl.project_name}_impl", None)
         if isinstance(marks, dict):
             by_hook[marks["specname"] or name] = name
     return by_hook
+
+
+def _static_members(target: Any) -> dict[str, Any]:
+    """Return the members of an object, and of its classes except `object`; run no descriptor."""
+    classes = inspect.getmro(target if inspect.isclass(target) else type(target))
+    members: dict[str, Any] = {}
+    for cls in reversed(classes[:-1]):
+        members |= vars(cls)
+    return members if inspect.isclass(target) else members | getattr(target, "__dict__", {})
 
 
 def snake_case(name: str) -> str:

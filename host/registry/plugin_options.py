@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -212,13 +213,17 @@ def _checked(declared: Any, source: Source) -> tuple[str, type[Strict]]:
         raise PluginConflictError(
             f"{source}: its config_table: Hardpoint itself has the configuration table {name!r}"
         )
-    for field in msgspec.structs.fields(table):
-        if field.required:
-            raise PluginContractError(
-                f"{source}: its config_table: {table.__name__}.{field.name} needs a default, since "
-                f"a configuration may leave it out"
-            )
+    for field in _required_fields(table):
+        raise PluginContractError(
+            f"{source}: its config_table: {table.__name__}.{field} needs a default, since "
+            f"a configuration may leave it out"
+        )
     return name, table
+
+
+@functools.cache
+def _required_fields(table: type[Strict]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(table) if field.required]
 
 
 def check_on_error(

@@ -42,6 +42,7 @@ from .discovery import (
     discover,
     installed_version,
     offers,
+    plugins_by_name,
     undecided,
     warn_of_defaults,
 )
@@ -338,7 +339,8 @@ def resolve_plugins(
     places = _places(chosen, targets)
     loaded = ((i.kind, i.source, targets[i.key]) for i in every if i.key in targets)
     warnings = [*selection.warnings, *unused, *unknown_neighbours(chosen, targets, installed)]
-    warnings += [*warn_of_defaults(config, every, installed), *warn_of_earlier(loaded)]
+    by_name = plugins_by_name(installed)
+    warnings += [*warn_of_defaults(config, every, by_name), *warn_of_earlier(loaded)]
 
     def entry(item: SelectedPlugin) -> PluginEntry:
         return PluginEntry(
@@ -351,7 +353,7 @@ def resolve_plugins(
             options=options[item.key],
             place=places.get(item.key, 0),
             stays=item.stays,
-            duplicates=undecided(item, installed),
+            duplicates=undecided(item, by_name),
             wraps={use: entry(inner) for use, inner in wraps.get(item.key, {}).items()},
         )
 

@@ -227,6 +227,8 @@ def shared_limit(
         num_engines: number of engines, which share the time that a control group has.
     """
     set_before = thread_limit(current, proc, cpus)
+    if num_ranks == num_engines == 1:
+        return set_before
     cores = _core_limit(proc, cpus)
     if num_engines > 1:
         quotas = (

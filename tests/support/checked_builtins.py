@@ -7,6 +7,7 @@ from typing import Any
 
 from hardpoint.host.registry import adapt
 
+_PACKAGE = "hardpoint.builtin_plugins"
 _BUILTIN = ("hardpoint.", "builtins", "abc", "typing")
 
 
@@ -31,8 +32,10 @@ def check_builtins_once() -> None:
 
 def _state(target: Any) -> list[tuple[int, ...]] | None:
     """Return the ids of a built-in class's attributes; None if it is always checked."""
-    if not inspect.isclass(target) or not target.__module__.startswith("hardpoint.builtin_plugins"):
+    if not inspect.isclass(target) or not target.__module__.startswith(_PACKAGE):
         return None
-    if not all(base.__module__.startswith(_BUILTIN) for base in target.__mro__):
+    modules = {base: base.__module__ for base in target.__mro__}
+    if not all(module.startswith(_BUILTIN) for module in modules.values()):
         return None
-    return [tuple(map(id, vars(base).values())) for base in target.__mro__]
+    own = [base for base, module in modules.items() if module.startswith(_PACKAGE)]
+    return [tuple(map(id, vars(base).values())) for base in own]

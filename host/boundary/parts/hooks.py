@@ -56,15 +56,23 @@ class HookTable:
         """Names of all hooks."""
         return [name for name in dir(self.defaults) if not name.startswith("_")]
 
+    @cached_property
+    def _inherited(self) -> dict[str, list[Any]]:
+        """The members of the defaults and the protocols, by the names of all hooks."""
+        interfaces = [vars(interface) for interface in (self.defaults, *self.protocols)]
+        return {
+            name: [members[name] for members in interfaces if name in members]
+            for name in self.names
+        }
+
     def implemented(self, half: object) -> frozenset[str]:
         """Return the hooks that the class of a half has, and neither a default nor a protocol."""
-        own_half = half.original if isinstance(half, CompletedHalf) else half
-        cls, interfaces = type(own_half), (self.defaults, *self.protocols)
+        cls = type(half.original if isinstance(half, CompletedHalf) else half)
         return frozenset(
             name
-            for name in self.names
+            for name, inherited in self._inherited.items()
             if (member := getattr(cls, name, _ABSENT)) is not _ABSENT
-            and all(member is not vars(interface).get(name, _ABSENT) for interface in interfaces)
+            and all(member is not other for other in inherited)
         )
 
     def completed(self, half: Any, implemented: Collection[str] | None = None) -> Any:

@@ -116,5 +116,5 @@ def open_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
     yield Site(folder)
-    for name in [name for name in sys.modules if (folder / f"{name}.py").exists()]:
-        del sys.modules[name]
+    for module in folder.glob("*.py"):
+        sys.modules.pop(module.stem, None)

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from support.pictures import encoded, gradient
+from support.waiting import PATIENCE_S
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.config.engine import ImagesConfig, RemoteImagesConfig
@@ -68,6 +69,9 @@ class Server:
         return self.tls.wrap_socket(connection, server_side=True)
 
     def close(self):
+        """End the thread first: it would accept connections of the next socket of this number."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(PATIENCE_S)
         self._socket.close()
 
 

@@ -191,22 +191,18 @@ def takes_context(cls: type) -> bool:
 
 def hook_functions(target: Any) -> dict[str, str]:
     """Return the names of an object's functions that are marked with `hookimpl`, by hook."""
+    is_class, members = inspect.isclass(target), dict[str, Any]()  # no descriptor is run
+    for cls in reversed(inspect.getmro(target if is_class else type(target))[:-1]):
+        members |= vars(cls)
+    if not is_class:
+        members |= getattr(target, "__dict__", {})
     by_hook: dict[str, str] = {}
-    for name, member in _static_members(target).items():
+    for name, member in members.items():
         function = getattr(member, "__func__", member)
         marks = getattr(function, f"{hookimpl.project_name}_impl", None)
         if isinstance(marks, dict):
             by_hook[marks["specname"] or name] = name
     return by_hook
-
-
-def _static_members(target: Any) -> dict[str, Any]:
-    """Return the members of an object, and of its classes except `object`; run no descriptor."""
-    classes = inspect.getmro(target if inspect.isclass(target) else type(target))
-    members: dict[str, Any] = {}
-    for cls in reversed(classes[:-1]):
-        members |= vars(cls)
-    return members if inspect.isclass(target) else members | getattr(target, "__dict__", {})
 
 
 def snake_case(name: str) -> str:

@@ -8,7 +8,14 @@ from typing import Literal
 
 import pytest
 
-from hardpoint import LLM, ConfigError, RequestError, SamplingParams
+from hardpoint import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+)
 from hardpoint.chat import Chat, read_messages
 from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.testing import scripted_config, write_scripted_model
@@ -198,6 +205,36 @@ def test_chat_with_tools(folder):
         parts = [o.outputs[0] for o in llm.stream_chat(MESSAGES, params, tools=[now], timeout=60)]
         assert "".join(part.content or "" for part in parts) == "Wait."
         assert parts[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_fork_of_a_chat_has_its_tools(folder, choice):
+    params = SamplingParams(temperature=0.0, max_tokens=99)
+    with LLM(config=scripted_config(folder, {"tools": {"parser": "hermes"}})) as llm:
+        source = llm.stream_chat(MESSAGES, params, tools=[now], tool_choice=choice)
+        parts = [output.outputs[0] for output in source]
+        tokens = [token for part in parts for token in part.token_ids]
+        for count in (0, 3):
+            fork = [output.outputs[0] for output in source.fork(tokens[:count])]
+            assert [token for part in fork for token in part.token_ids] == tokens[count:]
+            assert call_of(fork) == call_of(parts) == ("now", "{}")
+            assert fork[-1].finish_reason == parts[-1].finish_reason
+
+
+async def test_a_fork_on_an_event_loop_has_the_tools(folder):
+    params = SamplingParams(max_tokens=99, output_kind=RequestOutputKind.FINAL_ONLY)
+    async with AsyncLLM(config=scripted_config(folder, {"tools": {"parser": "hermes"}})) as llm:
+        source = llm.chat(MESSAGES, params, "r", tools=[now])
+        expected = (await anext(source)).outputs
+        (fork,) = [output async for output in llm.fork("r", [])]
+        assert call_of(fork.outputs) == call_of(expected) == ("now", "{}")
+        await source.aclose()
+
+
+def call_of(completions):
+    """Return the name and the arguments of the one call in the parts of an output."""
+    calls = [call for part in completions for call in part.tool_calls or ()]
+    return calls[0].name, "".join(call.arguments for call in calls)
 
 
 def test_tools_without_a_parser_are_refused(folder):

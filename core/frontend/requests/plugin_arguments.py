@@ -176,8 +176,16 @@ class PluginArguments:
                 fields |= {field: arguments[field] for field in taker.fields & arguments.keys()}
         return fields, formats
 
-    def complete(self, request: EngineCoreRequest) -> OutputFormats | None:
+    def complete(
+        self,
+        request: EngineCoreRequest,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        calls: CallRules | None = None,
+    ) -> OutputFormats | None:
         """Resolve the arguments of a request that brings them as a caller gives them.
+
+        Args:
+            tools, calls: as for `resolve`; the request has the grammar of its calls already.
 
         Returns:
             The formats of its outputs, which the caller closes; None without any.
@@ -186,7 +194,8 @@ class PluginArguments:
             RequestError: as `resolve`.
         """
         ended = request.reasoning_ended
-        formats = self._resolve_all(request, self._located(request.plugin_args))
+        located = self._located(request.plugin_args)
+        formats = self._resolve_all(request, located, tools, calls, has_grammar=True)
         request.reasoning_ended = ended
         return formats
 
@@ -226,7 +235,7 @@ class PluginArguments:
             formats = self._formats(request, None if formats is None else formats.requested)
         elif formats is not None:
             formats.hold()
-        markers = None if formats is None else formats.markers
+        markers = _markers(formats)
         try:
             if _are_equal(request.params, before.params, ("structured", *_PARSERS)):
                 request.reasoning_markers = before.reasoning_markers
@@ -274,8 +283,13 @@ class PluginArguments:
         located: Mapping[str, Given],
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         calls: CallRules | None = None,
+        *,
+        has_grammar: bool = False,
     ) -> OutputFormats | None:
         """Fill in a request's resolved arguments, and the fields for step parts and reasoning.
+
+        Args:
+            has_grammar: whether the request has the grammar of its calls already.
 
         Returns:
             The formats of its outputs, which the caller closes; None without any.
@@ -286,12 +300,11 @@ class PluginArguments:
             request.plugin_args = self._resolved(request, self._named_takers, located, None)
         is_free = not tools and calls is None
         formats = self._formats(request, None if is_free else _requested_calls(tools, calls))
-        markers = None if formats is None else formats.markers
+        markers = _markers(formats)
         try:
-            if formats is not None and formats.calls is not None:
+            if formats is not None and formats.calls is not None and not has_grammar:
                 self._parts.prepare_calls(request, formats.calls)
             if markers is not None:
-                markers = msgspec.structs.replace(markers, calls=markers.calls if tools else ())
                 request.reasoning_ended = markers.ended(request.known_prompt_ids)
             self._parts.prepare(request, markers)
             request.plugin_args |= self._resolved(request, self._takers, located, markers)
@@ -406,6 +419,13 @@ def _requested_calls(
     return RequestedCalls(
         tools=tools, required=rules.required, strict=rules.strict, parallel=rules.parallel
     )
+
+
+def _markers(formats: OutputFormats | None) -> ReasoningMarkers | None:
+    """Return the markers of an output, without those of calls if there are no tools."""
+    if formats is None or formats.markers is None or formats.requested is not None:
+        return None if formats is None else formats.markers
+    return msgspec.structs.replace(formats.markers, calls=())
 
 
 def _are_equal(params: SamplingParams, before: SamplingParams, fields: Iterable[str]) -> bool:

@@ -110,7 +110,7 @@ class Submitter:
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
             request, text = self._prebuilt.validate(prompt, params, extras), None
-            formats = self._arguments.complete(request)
+            formats = self._arguments.complete(request, extras.tools, extras.calls)
             request.arrival_time = request.arrival_time or arrived
         else:
             request, text, formats = self._input.process(

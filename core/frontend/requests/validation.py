@@ -58,12 +58,13 @@ class PrebuiltRequestValidator:
 
         Args:
             params: given in addition to the request; must be None.
-            extras: given in addition; must be the defaults, but for `prompt_text`.
+            extras: given in addition; must be the defaults, but for `prompt_text` and the tools.
 
         Raises:
             RequestError: a field is wrong or given twice.
         """
-        if params is not None or msgspec.structs.replace(extras, prompt_text=None) != NO_EXTRAS:
+        others = msgspec.structs.replace(extras, prompt_text=None, tools=None, calls=None)
+        if params is not None or others != NO_EXTRAS:
             raise RequestError("sampling_params: a ready-made EngineCoreRequest brings its own")
         _refuse_frontend_fields(request)
         return self.checked(request)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins import EngineCoreRequest, RequestError
 
 from .streams import RequestForks
@@ -26,21 +27,26 @@ class OpenRequests:
         self._families: dict[str, RequestForks] = {}
         self._num_open = collections.Counter[str]()
 
-    def opener(self, params: object) -> Callable[[str, EngineCoreRequest], Opened]:
+    def opener(
+        self, params: object, extras: RequestExtras
+    ) -> Callable[[str, EngineCoreRequest], Opened]:
         """Return `opened` of a request with these parameters."""
-        return functools.partial(self.opened, params)
+        return functools.partial(self.opened, params, extras)
 
     @contextlib.contextmanager
-    def opened(self, params: object, request_id: str, request: EngineCoreRequest) -> Iterator[None]:
+    def opened(
+        self, params: object, extras: RequestExtras, request_id: str, request: EngineCoreRequest
+    ) -> Iterator[None]:
         """Let a request be forked while its stream, or a fork's stream, is open.
 
         Args:
             params: its parameters as they were given.
+            extras: its extras.
             request_id: the user's.
             request: as it was sent.
         """
         if request_id not in self._families:
-            self._families[request_id] = RequestForks(request, params, self._clock)
+            self._families[request_id] = RequestForks(request, params, extras, self._clock)
         self._num_open[request_id] += 1
         try:
             yield
@@ -55,12 +61,16 @@ class OpenRequests:
         for request_id in request_ids:
             self._families.pop(request_id, None)
 
-    def fork(self, request_id: str, token_ids: Sequence[int]) -> EngineCoreRequest:
+    def fork(
+        self, request_id: str, token_ids: Sequence[int]
+    ) -> tuple[EngineCoreRequest, RequestExtras]:
         """Return a copy of an open request with an index of its own, which has these outputs.
+
+        Its extras come with it.
 
         Raises:
             RequestError: no request of that id is open, or the tokens are no list of numbers.
         """
         if (family := self._families.get(request_id)) is None:
             raise RequestError(f"request_id: {request_id!r} is not the id of an open request")
-        return family.fork(token_ids)
+        return family.fork(token_ids), family.extras

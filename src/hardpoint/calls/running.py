@@ -299,14 +299,15 @@ class AsyncRequests:
     ) -> AsyncGenerator[Any, None]:
         if has_unread_images(prompt):
             return self._outputs_of_images(prompt, params, request_id, extras)
-        return self._engine.generate(prompt, params, request_id, extras, self.open.opener(params))
+        opened = self.open.opener(params, extras)
+        return self._engine.generate(prompt, params, request_id, extras, opened)
 
     async def _outputs_of_images(
         self, prompt: Prompt, params: Params | None, request_id: str | None, extras: RequestExtras
     ) -> AsyncGenerator[Any, None]:
         """Yield the outputs of a request with images, which are decoded first in a thread."""
         read = await self.images.prompt(prompt)
-        opened = self.open.opener(params)
+        opened = self.open.opener(params, extras)
         outputs = self._engine.generate(read, params, request_id, extras, opened)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -316,8 +317,10 @@ class AsyncRequests:
         self, request_id: str, token_ids: Sequence[int]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Go on with other outputs in a copy of an open request; yield the outputs of the copy."""
-        fork: Any = self.open.fork(request_id, token_ids)
-        return self._engine.generate(fork, None, request_id, opened=self.open.opener(None))
+        fork, extras = self.open.fork(request_id, token_ids)
+        opened = self.open.opener(None, extras)
+        prompt: Any = fork
+        return self._engine.generate(prompt, None, request_id, extras, opened)
 
     async def pool(
         self,

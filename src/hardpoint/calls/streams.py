@@ -10,27 +10,37 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from hardpoint import typed
-from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import EnginePausedError
 from hardpoint.plugins import EngineCoreRequest, RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.requests.resumed import ResumedOutputs
-from hardpoint.requests import OpenCalls, Request
+from hardpoint.requests import OpenCalls, Request, make_extras
 
 __all__ = ["OutputStream", "RequestForks", "open_stream"]
 
 
 class RequestForks:
-    """A request that may be forked, and its forks."""
+    """A request that may be forked, and its forks.
+
+    Attributes:
+        extras: extras of each fork: the tools, whose calls are read from its output.
+    """
 
     def __init__(
-        self, request: EngineCoreRequest, params: object, clock: Callable[[], float]
+        self,
+        request: EngineCoreRequest,
+        params: object,
+        extras: RequestExtras,
+        clock: Callable[[], float],
     ) -> None:
         """Begin with a request that was sent now.
 
         Args:
             params: its parameters as they were given, with arguments that no plugin has prepared.
+            extras: its extras.
             clock: seconds.
         """
+        self.extras = make_extras(tools=extras.tools, calls=extras.calls)
         plugin_args = params.plugin_args if isinstance(params, SamplingParams) else {}
         self._plugin_args = copy.deepcopy(plugin_args)
         self._request, self._clock, self._since = request, clock, clock()
@@ -119,7 +129,7 @@ class OutputStream(Iterator[RequestOutput]):
             OverloadedError, EngineDeadError, EngineClosedError: as `LLM.stream`.
         """
         copied = self._family.fork(token_ids)
-        return open_stream(self._calls, (copied, None, NO_EXTRAS), self._family)
+        return open_stream(self._calls, (copied, None, self._family.extras), self._family)
 
     def close(self) -> None:
         """End the request, if it has not ended. Closing twice does nothing."""
@@ -146,4 +156,7 @@ def open_stream(
     """
     sent: list[EngineCoreRequest] = []
     (request_id,) = calls.add([request], sent=sent.append)
-    return OutputStream(calls, request_id, family or RequestForks(sent[0], request[1], calls.clock))
+    if family is None:
+        _, params, extras = request
+        family = RequestForks(sent[0], params, extras, calls.clock)
+    return OutputStream(calls, request_id, family)

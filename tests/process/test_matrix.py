@@ -24,6 +24,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 from safetensors.torch import save_file
+from support.drafting_heads import write_random_head
 from support.driving import FINAL, Job, summary, varied_jobs
 from support.engines import build_engine
 from support.gemma_images import image
@@ -100,6 +101,7 @@ ENGINE: dict[str, dict[str, Level]] = {
             "plugin": {"scripted_speculator": {"right": 0.3}},
         },
         "model": {"speculation": {"use": ["draft_model"], "adaptive": False}},
+        "head": {"speculation": {"use": ["eagle3"], "adaptive": False}},
     },
     "stores": {
         "none": {},
@@ -216,6 +218,20 @@ REFUSED = (
         )
         for name in ENGINE["speculator"]
         if name != "none"
+    }
+    | {
+        (("model", "scripted"), ("speculator", "head")): (
+            "plugin.eagle3.model: expected the hidden size 2 of the engine's model, got 64"
+        ),
+        (("model", "with windows"), ("speculator", "head")): (
+            "plugin.eagle3.model: kv_cache.window_groups: expected false with drafting heads"
+        ),
+    }
+    | {
+        (("speculator", "head"), ("ranks", name)): (
+            "plugin.eagle3.model: expected one rank for a drafting head, got 2"
+        )
+        for name in ("tensor", "pipeline")
     }
     | {
         (("model", model), ("adapter", name)): (
@@ -361,6 +377,7 @@ def completed(row: Mapping[str, str]) -> dict[str, str]:
     first = {feature: next(iter(names)) for feature, names in ALL.items()}
     model = {"model": "real"} if row.get("adapter") in SCALES else {}
     model |= {"model": "real"} if row.get("taps", "none") != "none" else {}
+    model |= {"model": "real"} if row.get("speculator") == "head" else {}
     model |= {"model": "real"} if row.get("cache", "as computed") != "as computed" else {}
     model |= {"model": "of images"} if row.get("prompt") == "with an image" else {}
     model |= {"model": "real"} if is_embedded_in_stages({**first, **row}) else {}
@@ -475,6 +492,9 @@ class Models:
         self.folders |= dict.fromkeys(SCRIPTED, scripted)
         self.folders |= {"with windows": windowed, "of images": seeing}
         self.poet = write_poet(folder / "poet")
+        self.head = folder / "head"
+        layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        write_random_head(self.head, SHAPE["vocab_size"], eagle_config=layers)
         ids = np.arange(SHAPE["vocab_size"], dtype=np.float32)
         table = np.random.default_rng(0).normal(0, 0.5, (len(ids), SHAPE["hidden_size"]))
         self.tables = dict.fromkeys(ENGINE["model"], table.astype(np.float32))
@@ -687,9 +707,12 @@ class Driver:
             self._talks.append(asyncio.ensure_future(talk))
             return
         if isinstance(prompt, Fork):
-            family = RequestForks(self._sent[prompt.source], params, ScriptedClock())
-            prompt, params = family.fork(prompt.tokens), None
-        request = (request_id, prompt, params, self._extras[request_id])
+            source, extras = self._sent[prompt.source], self._extras[prompt.source]
+            family = RequestForks(source, params, extras, ScriptedClock())
+            prompt, params, extras = family.fork(prompt.tokens), None, family.extras
+        else:
+            extras = self._extras[request_id]
+        request = (request_id, prompt, params, extras)
         sent = functools.partial(self._sent.__setitem__, request_id)
         self._engine.add_requests([request], sent=sent)
 
@@ -833,6 +856,8 @@ def config_of(
     if row["speculator"] == "model":
         folder = models.folders[row["model"]]
         config = merged(config, {"plugin": {"draft_model": {"model": str(folder)}}})
+    if row["speculator"] == "head":
+        config = merged(config, {"plugin": {"eagle3": {"model": str(models.head)}}})
     if row["adapter"] != "none":
         config = merged(config, models.adapters())
     return models.config(row, config)

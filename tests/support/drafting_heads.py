@@ -179,6 +179,16 @@ def write_eagle3(
     """
     target = target or random_model("Llama", **LLAMA)
     target.save_pretrained(folder / "model")
+    return eagle3_reference(target, write_random_head(folder / "head", VOCAB, **fields), **fields)
+
+
+def write_random_head(folder: Path, vocab_size: int, **fields: object) -> dict[str, torch.Tensor]:
+    """Write an EAGLE-3 head of random weights for hidden states of 64 numbers; return the weights.
+
+    Args:
+        vocab_size: number of tokens of the model.
+        fields: more fields of the config.
+    """
     size, heads, kv_heads = HIDDEN // 8, 8, 4
     shapes = {
         "fc": (HIDDEN, 3 * HIDDEN),
@@ -197,12 +207,13 @@ def write_eagle3(
         f"{name}.weight": _random(*shape, seed=seed, mean=float(len(shape) == 1))
         for seed, (name, shape) in enumerate(shapes.items())
     }
-    tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:DRAFT_VOCAB].sort()
-    weights["d2t"] = tokens.values - torch.arange(DRAFT_VOCAB)
-    weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, tokens.values, True)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randperm(vocab_size, generator=generator)[:DRAFT_VOCAB].sort().values
+    weights["d2t"] = tokens - torch.arange(DRAFT_VOCAB)
+    weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
     table = {name: value for name, value in LLAMA.items() if name != "num_hidden_layers"}
-    write_head(folder / "head", weights, table | fields)
-    return eagle3_reference(target, weights, **fields)
+    write_head(folder, weights, table | {"vocab_size": vocab_size} | fields)
+    return weights
 
 
 def write_head(folder: Path, weights: dict[str, torch.Tensor], table: dict[str, object]) -> None:

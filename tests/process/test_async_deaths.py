@@ -243,7 +243,7 @@ async def newborn(others: list[psutil.Process]) -> int:
 async def test_sigterm_drains_the_streams(endless, tmp_path):
     async with opened(endless, SLOW | {"engine": {"drain_seconds": 600.0}}) as llm:
         held = HeldSteps(tmp_path)
-        streams = Streams(llm, 4, long(200, held.slow(0.1)))
+        streams = Streams(llm, 4, long(200, held.slow(0.3)))
         await streams.running()
         await kill(pid_of(llm), signal.SIGTERM)
         held.let_go()

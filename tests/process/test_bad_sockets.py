@@ -171,7 +171,7 @@ def test_outputs_for_clients_that_do_not_exist_are_dropped(client):
 
 def test_a_live_id_is_refused_and_the_first_goes_on(client, expected, tmp_path):
     held = HeldSteps(tmp_path)
-    client.add("twin", params=GREEDY_200, plugin_args=held.slow(0.1))
+    client.add("twin", params=GREEDY_200, plugin_args=held.slow(0.3))
     client.add("twin")
     text = "that has the id of its live request 'twin': request_id: 'twin' is "
     wait_until(lambda: text in client.log.read_text(), PATIENCE_S, "the refusal")
@@ -268,7 +268,7 @@ def test_after_shutdown_began_there_is_an_answer(endless, tmp_path):
     client = RawClient(process_config(endless, settings))
     held = HeldSteps(tmp_path)
     with contextlib.closing(client):
-        client.add("before", params=GREEDY_200, plugin_args=held.slow(0.1))
+        client.add("before", params=GREEDY_200, plugin_args=held.slow(0.3))
         client.receive()
         os.kill(client.process.pid, signal.SIGTERM)
         wait_until(lambda: client.call("scheduler_stats").failure, PATIENCE_S, "the drain")

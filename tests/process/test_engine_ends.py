@@ -85,7 +85,7 @@ def test_a_clean_end(engine, tmp_path):
     assert psutil.Process(client.process.pid).name() == "EngineCore"
     assert Path(f"/proc/{client.process.pid}/comm").read_text() == "EngineCore\n"
     held = HeldSteps(tmp_path)
-    client.add("a", **using("slow", 200, **held.slow(0.1)["slow"]))
+    client.add("a", **using("slow", 200, **held.slow(0.3)["slow"]))
     client.receive()
     client.send(b"rubbish")
     wait_until(lambda: "dropped" in client.log.read_text(), PATIENCE_S, "a line in the log")

@@ -48,7 +48,7 @@ def tokens(llm, params=GREEDY):
 
 def deltas(held):
     """Parameters of a stream that has not ended when a pause comes."""
-    return msgspec.structs.replace(DELTAS, max_tokens=200, plugin_args=held.slow(0.1))
+    return msgspec.structs.replace(DELTAS, max_tokens=200, plugin_args=held.slow(0.3))
 
 
 class TestPause:

@@ -306,7 +306,8 @@ class TestUndo:
         clock = SimpleNamespace(monotonic=itertools.count(step=8).__next__)
         with monkeypatch.context() as patch:
             patch.setattr("hardpoint.host.live.driver.time", clock)
-            with pytest.raises(HardpointError, match=r"not prepared within 7\.5 s .*worker 0; no"):
+            late = r"by (the engine, )?worker 0(, the frontend)?; nothing has changed$"
+            with pytest.raises(HardpointError, match=rf"not prepared within 7\.5 s .* {late}"):
                 llm.plugins.change(enable=[waits])
         waits.go.set()
         llm.plugins.change(enable=[Pick])

@@ -24,8 +24,8 @@ def long() -> SamplingParams:
 
 
 def until_let_go(held: HeldSteps) -> SamplingParams:
-    """Parameters of a request of 200 tokens, which take 20 s, and hardly any once let go."""
-    args = held.slow(0.1)
+    """Parameters of a request of 200 tokens, which take a minute, hardly any once let go."""
+    args = held.slow(0.3)
     return SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, plugin_args=args)
 
 

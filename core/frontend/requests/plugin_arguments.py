@@ -235,7 +235,7 @@ class PluginArguments:
             formats = self._formats(request, None if formats is None else formats.requested)
         elif formats is not None:
             formats.hold()
-        markers = _markers(formats)
+        markers = None if formats is None else formats.markers
         try:
             if _are_equal(request.params, before.params, ("structured", *_PARSERS)):
                 request.reasoning_markers = before.reasoning_markers
@@ -300,7 +300,7 @@ class PluginArguments:
             request.plugin_args = self._resolved(request, self._named_takers, located, None)
         is_free = not tools and calls is None
         formats = self._formats(request, None if is_free else _requested_calls(tools, calls))
-        markers = _markers(formats)
+        markers = None if formats is None else formats.markers
         try:
             if formats is not None and formats.calls is not None and not has_grammar:
                 self._parts.prepare_calls(request, formats.calls)
@@ -419,13 +419,6 @@ def _requested_calls(
     return RequestedCalls(
         tools=tools, required=rules.required, strict=rules.strict, parallel=rules.parallel
     )
-
-
-def _markers(formats: OutputFormats | None) -> ReasoningMarkers | None:
-    """Return the markers of an output, without those of calls if there are no tools."""
-    if formats is None or formats.markers is None or formats.requested is not None:
-        return None if formats is None else formats.markers
-    return msgspec.structs.replace(formats.markers, calls=())
 
 
 def _are_equal(params: SamplingParams, before: SamplingParams, fields: Iterable[str]) -> bool:

@@ -69,8 +69,8 @@ class MessageReader:
             index = error.index if isinstance(error, RefusedInCallError) else 0
             self._reject(kind, client, frames[1:], _reported(kind, error), index)
             return
-        if isinstance(message, list):  # of this client alone, whatever ids others have
-            self._queues.abort([name for name in message if name in self._live[client]], client)
+        if isinstance(message, list):  # the loop knows which of them are live, and of this client
+            self._queues.abort(message, client)
             return
         if isinstance(message, PreparedCall):
             self._live[client].update(prepared.request.request_id for prepared in message.requests)

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import EngineCoreRequest, FinishReason, ReasoningMarkers, RequestOutput
 from hardpoint.plugins.requests import PoolingRequestOutput
@@ -77,7 +79,8 @@ class OutputFormats:
     """The formats of one request's outputs, for as long as somebody holds them.
 
     Attributes:
-        markers, calls, answer: see `OutputFormat`; of the first format that has some.
+        markers, calls, answer: see `OutputFormat`; of the first format that has some. Without
+            tools, there are no marks of calls.
         requested: the tools of the request; None without any.
     """
 
@@ -89,6 +92,8 @@ class OutputFormats:
     ) -> None:
         self._formats, self._holders = formats, 1
         self._reasons = set[FinishReason | None]()
+        if markers is not None and requested is None:
+            markers = msgspec.structs.replace(markers, calls=())
         self.markers, self.requested = markers, requested
         with_calls = (bound.format for bound in formats if bound.format.calls is not None)
         finding = next(with_calls, OutputFormat())

@@ -212,8 +212,8 @@ def test_they_leave_in_the_midst_of_a_wave():
         steps = [held(some, rank) for rank in (0, 2)]
         some.rigs[0].send(request("r0", max_tokens=180))
         some.rigs[2].send(request("r2", max_tokens=180))
-        some.until(lambda: all(step.begun.is_set() for step in steps))
-        some.end()
+        some.until(lambda: all(step.begun.is_set() for step in steps) and sum(some.forwards(1)))
+        some.end()  # the second has joined the wave; others would wait for it otherwise
         for step in steps:
             step.go_on.set()
     assert {rig.ends.get(name) for rig, name in zip(some.rigs[::2], ("r0", "r2"), strict=True)} == {

@@ -139,7 +139,7 @@ def test_what_differs_is_named_with_both_sides(head):
         refusal = peer.hello(**{field: value})
         assert refusal.reason.startswith(words)
         assert refusal.retry_seconds == 0
-    assert peer.hello() is None
+    wait_until(lambda: peer.hello() is None, PATIENCE_S, "the place")
 
 
 def test_engines_that_go_on_with_requests_of_others_have_processors_of_one_kind(head):
@@ -242,7 +242,7 @@ def test_silent_connections_take_no_place(head):
 
 def test_an_engine_that_declines_leaves_its_place(head, caplog):
     place, peer = head.host(), head.peer()
-    assert peer.hello() is None
+    wait_until(lambda: peer.hello() is None, PATIENCE_S, "the place")
     peer.send(MessageKind.DECLINED, packed("plugin 'x' is not enabled"))
     other = head.peer()
     wait_until(lambda: other.hello() is None, PATIENCE_S, "the place")

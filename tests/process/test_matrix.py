@@ -706,12 +706,12 @@ class Driver:
             talk = self._converse(request_id, prompt, params)
             self._talks.append(asyncio.ensure_future(talk))
             return
+        extras = self._extras[request_id]
         if isinstance(prompt, Fork):
             source, extras = self._sent[prompt.source], self._extras[prompt.source]
             family = RequestForks(source, params, extras, ScriptedClock())
-            prompt, params, extras = family.fork(prompt.tokens), None, family.extras
-        else:
-            extras = self._extras[request_id]
+            prompt, extras = family.fork(prompt.tokens)
+            params = None
         request = (request_id, prompt, params, extras)
         sent = functools.partial(self._sent.__setitem__, request_id)
         self._engine.add_requests([request], sent=sent)

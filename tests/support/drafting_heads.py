@@ -183,7 +183,7 @@ def write_eagle3(
 
 
 def write_random_head(folder: Path, vocab_size: int, **fields: object) -> dict[str, torch.Tensor]:
-    """Write an EAGLE-3 head of random weights for hidden states of 64 numbers; return the weights.
+    """Write a random EAGLE-3 head for models with the hidden size 64, and return its weights.
 
     Args:
         vocab_size: number of tokens of the model.

@@ -64,13 +64,11 @@ class OpenRequests:
     def fork(
         self, request_id: str, token_ids: Sequence[int]
     ) -> tuple[EngineCoreRequest, RequestExtras]:
-        """Return a copy of an open request with an index of its own, which has these outputs.
-
-        Its extras come with it.
+        """Return a copy of an open request and its extras, as `RequestForks.fork`.
 
         Raises:
             RequestError: no request of that id is open, or the tokens are no list of numbers.
         """
         if (family := self._families.get(request_id)) is None:
             raise RequestError(f"request_id: {request_id!r} is not the id of an open request")
-        return family.fork(token_ids), family.extras
+        return family.fork(token_ids)

@@ -20,11 +20,7 @@ __all__ = ["OutputStream", "RequestForks", "open_stream"]
 
 
 class RequestForks:
-    """A request that may be forked, and its forks.
-
-    Attributes:
-        extras: extras of each fork: the tools, whose calls are read from its output.
-    """
+    """A request that may be forked, and its forks."""
 
     def __init__(
         self,
@@ -40,14 +36,16 @@ class RequestForks:
             extras: its extras.
             clock: seconds.
         """
-        self.extras = make_extras(tools=extras.tools, calls=extras.calls)
+        self._extras = make_extras(tools=extras.tools, calls=extras.calls)
         plugin_args = params.plugin_args if isinstance(params, SamplingParams) else {}
         self._plugin_args = copy.deepcopy(plugin_args)
         self._request, self._clock, self._since = request, clock, clock()
         self._indices = itertools.count(request.params.n)
 
-    def fork(self, token_ids: Sequence[int]) -> EngineCoreRequest:
+    def fork(self, token_ids: Sequence[int]) -> tuple[EngineCoreRequest, RequestExtras]:
         """Return a copy of the request with an index of its own, which has these outputs.
+
+        Its extras come with it: the tools, whose calls are read from its output.
 
         Raises:
             RequestError: the tokens are no list of numbers.
@@ -58,7 +56,7 @@ class RequestForks:
         if request.timeout is not None:
             left = max(request.timeout - (self._clock() - self._since), math.ulp(0.0))
         scored = request.params.prompt_logprobs is not None
-        return msgspec.structs.replace(
+        fork = msgspec.structs.replace(
             request,
             params=msgspec.structs.replace(request.params, n=1),
             plugin_args=self._plugin_args,  # which are prepared again
@@ -72,6 +70,7 @@ class RequestForks:
             external_req_id=None,
             reasoning_markers=None,
         )
+        return fork, self._extras
 
 
 class OutputStream(Iterator[RequestOutput]):
@@ -128,8 +127,8 @@ class OutputStream(Iterator[RequestOutput]):
                 after outputs.
             OverloadedError, EngineDeadError, EngineClosedError: as `LLM.stream`.
         """
-        copied = self._family.fork(token_ids)
-        return open_stream(self._calls, (copied, None, self._family.extras), self._family)
+        fork, extras = self._family.fork(token_ids)
+        return open_stream(self._calls, (fork, None, extras), self._family)
 
     def close(self) -> None:
         """End the request, if it has not ended. Closing twice does nothing."""

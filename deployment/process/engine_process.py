@@ -43,8 +43,8 @@ class EngineHost(Protocol):
         """Whether nothing comes of it any more."""
 
     @property
-    def reported(self) -> bool:
-        """Whether the engine itself has reported its failure."""
+    def sends_end_marker(self) -> bool:
+        """Whether an end marker follows its outputs: it reported a failure, or ended in order."""
 
     @property
     def was_killed(self) -> bool:
@@ -88,6 +88,11 @@ class EngineProcess(ChildProcess):
             sent = ", which others send," if how == ending(code) else ","
             how += f"{sent} while {now.call} ran" if self.was_killed else now.during
         return f"the {self.label} {how}"
+
+    @property
+    def sends_end_marker(self) -> bool:
+        """Whether an end marker follows its outputs: it reported a failure, or ended in order."""
+        return self.reported or self.returncode == 0
 
     @property
     def was_killed(self) -> bool:

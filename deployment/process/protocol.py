@@ -82,6 +82,11 @@ _read_opening = msgpack.Decoder(_Opening).decode
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """The last message of an engine that failed, raw, on every output socket."""
 
+ENGINE_CORE_EXITED = b"ENGINE_CORE_EXITED"
+"""The last message of an engine that ends in order, raw, on every output socket."""
+
+END_MARKERS = (ENGINE_CORE_DEAD, ENGINE_CORE_EXITED)
+
 
 class RequestType(bytes, Enum):
     """The first frame of a message to an engine; may be sent as it is."""

@@ -27,7 +27,7 @@ from support.waiting import HeldSteps
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import SamplingParams
-from hardpoint.process.protocol import ENGINE_CORE_DEAD
+from hardpoint.process.protocol import ENGINE_CORE_DEAD, ENGINE_CORE_EXITED
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -99,7 +99,7 @@ def test_a_clean_end(engine, tmp_path):
     assert logged[-1] == "INFO: the engine exits, as requested"
     assert len([line for line in logged if "the engine exits" in line]) == 1
     assert not [line for line in logged if "CRITICAL" in line]
-    assert left_in(client) == []
+    assert left_in(client, [ENGINE_CORE_EXITED]) == [[ENGINE_CORE_EXITED]]
     assert (tmp_path / "closed").exists()
 
 

@@ -104,21 +104,20 @@ class EngineMonitor:
     # Who calls what, in which thread:
     #
     # * watcher ("EngineWatch"): `_watch`, when the process has ended or has reported a failure.
-    # * reader ("EngineCoreOutputs"): `_outputs_ended`, after the dead marker, or for a message
+    # * reader ("EngineCoreOutputs"): `_outputs_ended`, after the end marker, or for a message
     #   that cannot be decoded.
     # * any sender: `check_process`, before each message, so that none is lost between the death of
     #   the process and the watcher's notification.
     # * any thread, also the garbage collector's: `close`.
     #
-    # The first three find the reason (`_reason`) and call `_die`, the only transition to DEAD;
-    # `close` is the only one to CLOSED. `_changed` guards the state and is notified of each
-    # transition. It is reentrant: the collector may call `close` in a thread that holds it.
+    # The first two call `_die`, the only transition to DEAD; `close` is the only one to CLOSED.
+    # `_changed` guards the state and is notified of each transition. It is reentrant: the
+    # collector may call `close` in a thread that holds it.
     #
     # An engine that fails reports its error over the launch socket first, then sends its last
-    # outputs and the dead marker. So after a report the watcher leaves it to the reader to call
-    # `_die` at the marker, behind those outputs, for `_LAST_OUTPUTS_TIMEOUT_S` at most. The other
-    # way round, the reader may see the marker before the report is complete, and so waits for it
-    # for `_FAILURE_REPORT_TIMEOUT_S`.
+    # outputs and an end marker. An engine that ends in order sends them before it exits. In both
+    # cases the watcher waits until the reader has seen the marker, for `_LAST_OUTPUTS_TIMEOUT_S`
+    # at most, so that the sink gets these outputs before the error.
 
     def __init__(
         self, process: EngineHost, sockets: EngineSockets, sink: Sink, hang_watch: HangWatch
@@ -127,6 +126,7 @@ class EngineMonitor:
         self._owner_pid = os.getpid()
         self._hang_watch = hang_watch
         self._state = _State.SERVING
+        self._has_all_outputs = False
         self._changed = threading.Condition()
         sentinels = select.poll()
         for descriptor in process.sentinels:
@@ -148,9 +148,9 @@ class EngineMonitor:
         return self._process.was_killed
 
     def check_process(self) -> None:
-        """Notify of the death of the process, if it has ended and that is not yet reported."""
+        """Raise EngineDeadError if the process has ended and that is not yet reported."""
         if self._state is _State.SERVING and self._process.has_ended:
-            self._die(self._reason(0))
+            raise engine_dead(self._reason(0))
 
     def close(self) -> None:
         """End the engine and release everything. Closing twice does nothing."""
@@ -179,10 +179,11 @@ class EngineMonitor:
         if self._state is _State.CLOSED:
             return
         error = self._reason(_FAILURE_REPORT_TIMEOUT_S)
-        if self._process.reported:
+        if self._process.sends_end_marker:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._state is not _State.SERVING, _LAST_OUTPUTS_TIMEOUT_S
+                    lambda: self._has_all_outputs or self._state is not _State.SERVING,
+                    _LAST_OUTPUTS_TIMEOUT_S,
                 )
         self._die(error)
 
@@ -192,7 +193,11 @@ class EngineMonitor:
         self._process.kill()
 
     def _outputs_ended(self, error: Exception | None) -> None:
-        self._die(error or self._reason(_FAILURE_REPORT_TIMEOUT_S))
+        if error is not None:
+            self._die(error)
+        with self._changed:
+            self._has_all_outputs = True
+            self._changed.notify_all()
 
     def _reason(self, timeout_s: float) -> Exception:
         deadline = time.monotonic() + timeout_s

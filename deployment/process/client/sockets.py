@@ -27,7 +27,7 @@ from hardpoint.host.system.encoding import (
 )
 from hardpoint.plugins import EngineCoreOutputs, RequestError
 from hardpoint.process.protocol import (
-    ENGINE_CORE_DEAD,
+    END_MARKERS,
     EngineAddresses,
     EngineCoreReadyResponse,
     RequestType,
@@ -182,8 +182,8 @@ class EngineSockets:
         Args:
             on_outputs: called with every batch.
             on_end: called once when no more outputs will come: with the error, or with None if
-                the engine sent the dead marker.
-            check_process: called before each message is sent; calls `fail` if it finds that the
+                the engine sent its end marker.
+            check_process: called before each message is sent; raises EngineDeadError if the
                 engine's process has ended.
             failure: returns the error of an engine that has left, None if it ends in order.
         """
@@ -362,7 +362,7 @@ class EngineSockets:
                 Decoder(EngineCoreOutputs | UtilityOutput) if check is None else check.decoder
             )
             while (frames := self._receive(poller)) is not None:
-                if frames[0].bytes == ENGINE_CORE_DEAD:
+                if frames[0].bytes in END_MARKERS:
                     on_end(None)
                     return
                 if check is not None:

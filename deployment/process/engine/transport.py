@@ -15,7 +15,12 @@ from hardpoint.host.system.encoding import (
     Encoder,
 )
 from hardpoint.plugins import EngineCoreOutputs
-from hardpoint.process.protocol import ENGINE_CORE_DEAD, EngineAddresses, EngineCoreReadyResponse
+from hardpoint.process.protocol import (
+    ENGINE_CORE_DEAD,
+    ENGINE_CORE_EXITED,
+    EngineAddresses,
+    EngineCoreReadyResponse,
+)
 from hardpoint.process.send_buffers import SendTracker
 from hardpoint.process.zmq_resources import end_context
 
@@ -139,7 +144,7 @@ class EngineIO:
         self._queues = queues
         self._messages = MessageReader(queues, check, hash_prompt)
         self._encoder = OutputEncoder(queues.abort)
-        self._linger_ms, self._failed = _LINGER_MS, False
+        self._linger_ms, self._end_marker = _LINGER_MS, ENGINE_CORE_EXITED
         self._context = zmq.Context(io_threads=1)
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind(_STOP_ADDRESS)
@@ -153,13 +158,13 @@ class EngineIO:
         self._writer.start()
 
     def close(self, *, failed: bool, has_clients: bool = True) -> None:
-        """Send the remaining messages, and the dead marker after a failure; stop both threads.
+        """Send the remaining messages and the end marker; stop both threads.
 
         Args:
             failed: whether the engine failed.
             has_clients: whether any client is left to read the messages.
         """
-        self._failed = failed
+        self._end_marker = ENGINE_CORE_DEAD if failed else ENGINE_CORE_EXITED
         self._linger_ms = _LINGER_MS if has_clients else 0
         timeout_s = self._linger_ms / 1000
         self._queues.output.end(timeout_s)
@@ -222,9 +227,8 @@ class EngineIO:
                 socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
                 socket.connect(address)
             self._send_all(sockets)
-            if self._failed:
-                for socket in sockets:
-                    _send_marker(socket)
+            for socket in sockets if self._linger_ms else ():
+                _send_marker(socket, self._end_marker)
         except BaseException as error:
             self._queues.input.put(LoopFailure(error))
         finally:
@@ -250,8 +254,8 @@ class EngineIO:
             sockets[client].send_multipart(tracker.frames(frames, buffer), copy=False)
 
 
-def _send_marker(socket: zmq.Socket[bytes]) -> None:
+def _send_marker(socket: zmq.Socket[bytes], marker: bytes) -> None:
     try:
-        socket.send(ENGINE_CORE_DEAD, zmq.NOBLOCK)
+        socket.send(marker, zmq.NOBLOCK)
     except zmq.Again:
-        _log.warning("a client reads nothing, so the dead marker cannot be sent to it")
+        _log.warning("a client reads nothing, so the end marker cannot be sent to it")

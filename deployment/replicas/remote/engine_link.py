@@ -22,7 +22,13 @@ from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.process.child_processes.launch import Interpreter
 from hardpoint.process.engine_process import EngineProcess
 from hardpoint.process.launch import Launch
-from hardpoint.process.protocol import EngineAddresses, RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.protocol import (
+    END_MARKERS,
+    EngineAddresses,
+    RequestType,
+    UtilityCall,
+    UtilityOutput,
+)
 from hardpoint.process.zmq_resources import SOCKET_NAMES, make_socket_folder
 
 from .comparison import check_manifest
@@ -124,7 +130,7 @@ class EngineLink:
         self._ending_since: float | None = None
         self._leave_until: float | None = None
         self._is_ready = False
-        self._reported = False
+        self._reported = self._has_all_outputs = False
         self._encoder = Encoder()
         self._calls: Decoder[UtilityCall] = Decoder(UtilityCall)
         self.why_over, self.was_stopped = "", False
@@ -295,6 +301,7 @@ class EngineLink:
                 frames = self._output.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            self._has_all_outputs = frames[0].bytes in END_MARKERS
             self._send_data(frames)
             self._window.sent += 1
             count += 1
@@ -356,18 +363,20 @@ class EngineLink:
             self._process.close(0)
 
     def _finish(self) -> None:
-        deadline = time.monotonic() + _DRAIN_S
+        process, deadline = self._process, time.monotonic() + _DRAIN_S
         while time.monotonic() < deadline and not self._is_over:
             if self._window.is_full:
                 if self._connection.socket.poll(_RETRY_MS):
                     self._read_link()
-            elif not self._pass_outputs() and not self._output.poll(_RETRY_MS):
+            elif self._pass_outputs() or self._output.poll(_RETRY_MS):
+                continue
+            elif self._has_all_outputs or not process.sends_end_marker:
                 break
-        process = self._process
         ended = ProcessEnd(
             description=process.description.removeprefix(f"the {process.label} "),
             was_killed=process.was_killed or process.returncode == 0,
             activity=self._packed_activity(),
+            is_orderly=process.returncode == 0,
         )
         self._connection.socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._send(MessageKind.ENDED, encode(ended))

@@ -18,7 +18,7 @@ from hardpoint.plugins import HardpointError
 from hardpoint.process.child_processes.launch import ChildLaunch
 from hardpoint.process.launch import Launch
 
-from .messages import MOST_TEXT, RemoteFailure, printable
+from .messages import MOST_TEXT, ProcessEnd, RemoteFailure, printable
 
 _GRACE_S = 5.0
 _MOST_NOTES, _MOST_NOTE = 10, 20_000  # notes of a failure, and characters of one
@@ -65,7 +65,7 @@ class JoinedHost:
         self._refusal: HardpointError | None = None
         self._end: EngineDeadError | None = None
         self._report: HardpointError | None = None
-        self._killed = False
+        self._killed = self._is_orderly = False
         self._ours, self._theirs = socket.socketpair()
         self._theirs.setblocking(False)
 
@@ -93,6 +93,11 @@ class JoinedHost:
     def reported(self) -> bool:
         """Whether it has reported its failure."""
         return self._report is not None
+
+    @property
+    def sends_end_marker(self) -> bool:
+        """Whether an end marker follows its outputs: it reported a failure, or ended in order."""
+        return self.reported or self._is_orderly
 
     @property
     def was_killed(self) -> bool:
@@ -198,6 +203,15 @@ class JoinedHost:
             error.add_note("\n".join(printable(line, MOST_TEXT) for line in lines))
         self._report = error
         self._notify()
+
+    def ends(self, end: ProcessEnd) -> None:
+        """Keep what is known of its end, before its last outputs are passed on.
+
+        Raises:
+            ValueError: as `record`.
+        """
+        self._is_orderly = end.is_orderly
+        self.record(end.activity)
 
     def ended(self, description: str, *, was_killed: bool) -> None:
         """Note how it ended; only the first end counts."""

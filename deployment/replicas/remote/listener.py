@@ -290,7 +290,7 @@ class JoinListener:
             session.host.failed(decode(frames[0].bytes, RemoteFailure))
         else:
             session.end = decode(frames[0].bytes, ProcessEnd)
-            session.host.record(session.end.activity)
+            session.host.ends(session.end)
 
     def _answered(self, session: EngineSession, kind: MessageKind, frame: bytes) -> None:
         if kind is MessageKind.DECLINED:

@@ -154,11 +154,13 @@ class ProcessEnd(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         description: as text.
         was_killed: whether something outside ended it.
         activity: what it did, as in a beat.
+        is_orderly: whether it ended in order, so that an end marker follows its outputs.
     """
 
     description: str
     was_killed: bool
     activity: bytes = b""
+    is_orderly: bool = False
 
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from hardpoint.plugins.requests import (
 from hardpoint.plugins.requests.stats import PrefixCacheStats
 from hardpoint.process import protocol
 from hardpoint.process.protocol import (
-    ENGINE_CORE_DEAD,
+    END_MARKERS,
     PROTOCOL_VERSION,
     EngineAddresses,
     EngineCoreReadyResponse,
@@ -122,7 +122,7 @@ def test_request_types_that_may_not_arrive(frame, got):
 
 
 def test_constants():
-    assert ENGINE_CORE_DEAD == b"ENGINE_CORE_DEAD"
+    assert END_MARKERS == (b"ENGINE_CORE_DEAD", b"ENGINE_CORE_EXITED")
     assert PROTOCOL_VERSION == 5
     assert [(state.name, int(state)) for state in ShutdownState] == [
         ("RUNNING", 0),
@@ -131,10 +131,11 @@ def test_constants():
     ]
 
 
-def test_the_dead_marker_is_no_message():
-    """A client that forgot to look for it does not take it for outputs."""
+@pytest.mark.parametrize("marker", END_MARKERS)
+def test_an_end_marker_is_not_a_message(marker):
+    """A client that does not look for it cannot decode it as outputs."""
     with pytest.raises(WireError):
-        Decoder().decode(ENGINE_CORE_DEAD)
+        Decoder().decode(marker)
 
 
 def test_pause_modes():

@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
+from hardpoint.errors import EngineDeadError
 from hardpoint.host.system.encoding import Encoder
 from hardpoint.process.client.sockets import EngineSockets
 from hardpoint.process.protocol import EngineCoreReadyResponse
@@ -55,8 +56,7 @@ class PlayedProcess:
         error: the result of `failure`; `fail` sets it.
     """
 
-    returncode = None
-    has_ended = False
+    returncode: int | None = None
     is_remote = False
     pid = 7
 
@@ -70,7 +70,11 @@ class PlayedProcess:
         self.sentinels = [self.reader]
 
     @property
-    def reported(self) -> bool:
+    def has_ended(self) -> bool:
+        return self.returncode is not None
+
+    @property
+    def sends_end_marker(self) -> bool:
         return self.error is not None
 
     def launch(self, launch: Any) -> None:
@@ -82,6 +86,11 @@ class PlayedProcess:
         """Report that it fails."""
         self.error = error
         os.write(self.writer, b"x")
+
+    def exit(self) -> None:
+        """End in order."""
+        self.returncode = 0
+        self.fail(EngineDeadError("the engine process exited with code 0"))
 
     def failure(self) -> Exception | None:
         return self.error

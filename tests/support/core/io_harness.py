@@ -11,7 +11,7 @@ from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import EngineCoreOutputs
 from hardpoint.process.engine.transport import EngineIO
 from hardpoint.process.protocol import (
-    ENGINE_CORE_DEAD,
+    END_MARKERS,
     EngineAddresses,
     EngineCoreReadyResponse,
     UtilityOutput,
@@ -38,7 +38,7 @@ class Client:
         self.output.bind(self.output_address)
         self._decoder = Decoder(EngineCoreOutputs | UtilityOutput)
         self.tokens, self.errors, self.answers = {}, {}, {}
-        self.ends, self.messages, self.dead = {}, 0, False
+        self.ends, self.messages, self.end_marker = {}, 0, None
 
     def wait_until_ready(self):
         assert self.input.poll(PATIENCE_S * 1000)
@@ -58,8 +58,8 @@ class Client:
             return False
         frames = self.output.recv_multipart()
         self.messages += 1
-        if frames == [ENGINE_CORE_DEAD]:
-            self.dead = True
+        if frames[0] in END_MARKERS:
+            self.end_marker = frames[0]
             return True
         message = self._decoder.decode(frames)
         if isinstance(message, UtilityOutput):

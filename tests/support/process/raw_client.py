@@ -21,7 +21,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.process.engine_process import EngineProcess
 from hardpoint.process.launch import Launch
 from hardpoint.process.protocol import (
-    ENGINE_CORE_DEAD,
+    END_MARKERS,
     EngineAddresses,
     RequestType,
     UtilityCall,
@@ -108,7 +108,7 @@ class RawClient:
         """Wait for the next message."""
         assert self.pull.poll(limit_ms), "the engine said nothing"
         frames = self.pull.recv_multipart()
-        assert frames != [ENGINE_CORE_DEAD], f"the engine died:\n{self.logged()[-4000:]}"
+        assert frames[0] not in END_MARKERS, f"the engine ended:\n{self.logged()[-4000:]}"
         return self._decoder.decode(frames)
 
     def call(self, method: str, *args: Any) -> UtilityOutput:

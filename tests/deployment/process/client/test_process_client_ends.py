@@ -20,7 +20,7 @@ from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.process.client import process_client
 from hardpoint.process.client.process_client import EngineStart, ProcessClient
-from hardpoint.process.protocol import ENGINE_CORE_DEAD
+from hardpoint.process.protocol import ENGINE_CORE_DEAD, ENGINE_CORE_EXITED
 
 
 class Sink:
@@ -70,6 +70,25 @@ def test_outputs_come_before_the_failure_that_followed_them(connected):
     assert outputs == ["a", "b"]
     assert isinstance(error, EngineDeadError)
     assert str(error) == "plugin 'dense': KeyError"
+
+
+def test_outputs_come_before_the_end_of_a_process_that_exits_in_order(connected):
+    """Though its exit is noticed before they are read, and by a sender too."""
+    client, sink, played = connected
+    send_output(played, "a")
+    wait_until(lambda: sink.took == ["a"], PATIENCE_S, "the first output")
+    send_output(played, "b")
+    played.engine.send(ENGINE_CORE_EXITED)
+    played.exit()
+    time.sleep(0.2)  # the watcher notices the exit
+    with pytest.raises(EngineDeadError, match="exited with code 0"):
+        client.call("is_paused")
+    assert sink.took == ["a"]
+    sink.go_on.set()
+    wait_until(lambda: isinstance(sink.took[-1], Exception), PATIENCE_S, "the end")
+    *outputs, error = sink.took
+    assert outputs == ["a", "b"]
+    assert str(error) == "the engine process exited with code 0"
 
 
 def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch):

@@ -27,7 +27,7 @@ from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 from hardpoint.process.client import sockets as engine_sockets
 from hardpoint.process.client.sockets import EngineSockets
-from hardpoint.process.protocol import ENGINE_CORE_DEAD, RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.protocol import END_MARKERS, RequestType, UtilityCall, UtilityOutput
 
 READY_MS = int(PATIENCE_S * 1000)
 
@@ -146,9 +146,10 @@ def test_a_call_that_was_given_up_is_forgotten(line):
     assert waited_for.result(PATIENCE_S) == {}
 
 
-def test_the_dead_marker_ends_reading_without_a_word(line):
+@pytest.mark.parametrize("marker", END_MARKERS)
+def test_an_end_marker_ends_reading_without_an_error(line, marker):
     _, engine, _, ended = line
-    engine.send(ENGINE_CORE_DEAD)
+    engine.send(marker)
     assert ended.result(PATIENCE_S) is None
 
 

@@ -15,7 +15,14 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint.host.system.encoding import Encoder
 from hardpoint.process.engine import transport as engine_io
 from hardpoint.process.engine.transport import EngineIO
-from hardpoint.process.protocol import EngineAddresses, RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.protocol import (
+    ENGINE_CORE_DEAD,
+    ENGINE_CORE_EXITED,
+    EngineAddresses,
+    RequestType,
+    UtilityCall,
+    UtilityOutput,
+)
 
 LONG = 190
 
@@ -156,22 +163,22 @@ class TestTheEnd:
         """Gives clients longer to read the rest than they can need."""
         monkeypatch.setattr(engine_io, "_LINGER_MS", 60_000)
 
-    def test_what_is_left_is_sent_and_a_clean_end_has_no_marker(self, serve, patient):
+    def test_what_is_left_is_sent_before_the_marker_of_a_clean_end(self, serve, patient):
         served = serve()
         (client,) = served.clients
         client.send(RequestType.ADD, request("a", max_tokens=LONG))
         client.until(lambda: client.tokens)
         served.close()
-        client.until(lambda: client.ends)
-        while client.read(0.1):
-            pass
-        assert not client.dead
+        client.until(lambda: client.end_marker)
+        assert client.end_marker == ENGINE_CORE_EXITED
+        assert client.ends
 
     def test_a_failed_engine_tells_every_client(self, serve, patient):
         served = serve(clients=2)
         served.close(failed=True)
         for client in served.clients:
-            client.until(lambda client=client: client.dead)
+            client.until(lambda client=client: client.end_marker)
+            assert client.end_marker == ENGINE_CORE_DEAD
 
     def test_the_marker_comes_after_what_is_left(self, serve, patient):
         served = serve()
@@ -179,7 +186,7 @@ class TestTheEnd:
         for number in range(5):
             served.rig.queues.output.put(0, UtilityOutput.succeeded(number, None))
         served.close(failed=True)
-        client.until(lambda: client.dead)
+        client.until(lambda: client.end_marker)
         assert sorted(client.answers) == [0, 1, 2, 3, 4]
 
     def test_a_client_that_reads_nothing_holds_up_the_end_for_a_while_only(

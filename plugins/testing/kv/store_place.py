@@ -131,7 +131,7 @@ def switching_often() -> Iterator[None]:
 def run_at_once(
     programs: Sequence[Callable[[], object]], seconds: float, calls: Callable[[], Sequence[str]]
 ) -> None:
-    """Run programs in a thread each; raise the first exception.
+    """Run programs in a thread each, which begin together; raise the first exception.
 
     Args:
         programs: at least one.
@@ -142,9 +142,11 @@ def run_at_once(
         Violation: a program did not end.
     """
     raised: list[BaseException] = []
+    begin = threading.Barrier(len(programs))
 
     def run(program: Callable[[], object]) -> None:
         try:
+            begin.wait(seconds)
             program()
         except BaseException as error:
             raised.append(error)

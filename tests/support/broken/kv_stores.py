@@ -56,7 +56,7 @@ class Right(Sample, KVStore, contract=1):
     def drop_some(self, key):
         while len(self.blocks) > self.most:
             self.blocks.popitem(last=False)
-        return key in self.blocks
+        return self.name_of(key) in self.blocks
 
 
 class AnswersLater(Right):

@@ -168,18 +168,18 @@ class Peer:
                 return frames
         return None
 
-    def hello(self, **fields: Any) -> JoinRefusal | None:
+    def hello(self, hello: Hello = HELLO, /, **fields: Any) -> JoinRefusal | None:
         """Say hello; return the refusal, or None after a welcome."""
-        hello = msgspec.structs.replace(HELLO, **fields)
+        hello = msgspec.structs.replace(hello, **fields)
         self.socket.send_multipart([MessageKind.HELLO, b"", encode(hello)])
         answer = self.get(MessageKind.WELCOME, MessageKind.REFUSED)
         assert answer is not None
         kind, self.session, frame = answer
         return decode(frame, JoinRefusal) if kind == MessageKind.REFUSED else None
 
-    def join(self, **fields: Any) -> None:
-        # `Place` offers the place in a thread.
-        wait_until(lambda: self.hello(**fields) is None, PATIENCE_S, "the place")
+    def join(self, hello: Hello = HELLO, /, **fields: Any) -> None:
+        # The place is offered in a thread.
+        wait_until(lambda: self.hello(hello, **fields) is None, PATIENCE_S, "the place")
         self.send(MessageKind.STARTED, msgspec.msgpack.encode(4711))
 
     def close(self) -> None:

@@ -147,7 +147,14 @@ def test_engines_that_go_on_with_requests_of_others_have_processors_of_one_kind(
     first, place = head.host(0), head.host(1)
     head.peer().join(rank=0, processor="x86_64 avx512f")
     first.joined()
-    refusal = head.peer().hello(rank=1, processor="x86_64 avx2")
+    peer, refusals = head.peer(), []
+
+    def is_offered():
+        refusals.append(peer.hello(rank=1, processor="x86_64 avx2"))
+        return "no rank waits" not in refusals[-1].reason
+
+    wait_until(is_offered, PATIENCE_S, "the place")
+    refusal = refusals[-1]
     assert refusal.reason.startswith(
         "processor: the engines of the head here have 'x86_64 avx512f', there has 'x86_64 avx2', "
         'so a request could not go on there with the same tokens (engine.resume = "exact")'

@@ -120,13 +120,8 @@ class Places:
         """Play the engine of an actor."""
         peer = Peer(actor.given.address, actor.given.keys)
         self.peers.append(peer)
-        hello = msgspec.structs.replace(
-            hello_of(self.config), rank=actor.given.rank, host=actor.given.node, **fields
-        )
-        peer.socket.send_multipart([MessageKind.HELLO, b"", encode(hello)])
-        kind, peer.session, _ = peer.get(MessageKind.WELCOME, MessageKind.REFUSED)
-        assert kind == MessageKind.WELCOME
-        peer.send(MessageKind.STARTED, msgspec.msgpack.encode(4711))
+        hello = hello_of(self.config)
+        peer.join(hello, rank=actor.given.rank, host=actor.given.node, **fields)
         self.returned()
         return peer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -15,8 +15,10 @@ from hardpoint import PoolingParams as NativePoolingParams
 from hardpoint import RequestOutputKind as RequestOutputKind
 from hardpoint import SamplingParams as NativeSamplingParams
 from hardpoint.errors import RequestError
-from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.typed import convert
+
+from .structured import GuidedDecodingParams as GuidedDecodingParams
+from .structured import StructuredOutputsParams as StructuredOutputsParams
 
 _GREEDY = 1e-5
 _SAME = [
@@ -77,65 +79,7 @@ class RepetitionDetectionParams:
         }
 
 
-@dataclass
-class StructuredOutputsParams:
-    """The form of an answer: one of the first six fields is given."""
-
-    json: str | dict[str, Any] | type | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    disable_fallback: bool = False
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
-    backend: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            ValueError: none or several of the first six are given.
-        """
-        names = self._given()
-        if len(names) > 1:
-            raise ValueError(
-                f"structured_outputs: expected one of json, regex, choice, grammar, json_object "
-                f"and structural_tag, got {', '.join(names)}"
-            )
-
-    def _given(self) -> list[str]:
-        names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-        return [name for name in names if getattr(self, name) not in (None, False)]
-
-    def all_constraints_none(self) -> bool:
-        """Return whether none is given."""
-        return not self._given()
-
-    def native(self) -> StructuredOutputs | None:
-        """Return Hardpoint's object.
-
-        Raises:
-            RequestError: a field is wrong.
-        """
-        if not (names := self._given()):
-            return None
-        (name,) = names
-        value = getattr(self, name)
-        if name == "structural_tag" and isinstance(value, str):
-            value = msgspec.json.decode(value)
-        return StructuredOutputs.checked({name: value}, "structured_outputs")
-
-
-@dataclass
-class GuidedDecodingParams(StructuredOutputsParams):
-    """The name of StructuredOutputsParams before vLLM 0.11."""
-
-
-@dataclass
-class BeamSearchParams:
+class BeamSearchParams(msgspec.Struct, dict=True):
     """Parameters of `LLM.beam_search`."""
 
     beam_width: int
@@ -150,8 +94,7 @@ class BeamSearchParams:
     allowed_token_ids: list[int] | None = None
 
 
-@dataclass
-class SamplingParams:
+class SamplingParams(msgspec.Struct, dict=True):
     """vLLM's sampling parameters: fields may be None where that is a default, and be assigned.
 
     Values are checked by the constructor and again where a request is made.
@@ -201,13 +144,13 @@ class SamplingParams:
     repetition_detection: RepetitionDetectionParams | dict[str, int] | None = None
     watermarking: bool | None = None
     routed_experts_prompt_start: int = 0
-    plugin_args: dict[str, Any] = field(default_factory=dict)
+    plugin_args: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Fill in defaults, and check the values."""
-        for parameter in fields(self):
-            if getattr(self, parameter.name) is None and parameter.name in _FILLED:
-                setattr(self, parameter.name, _FILLED[parameter.name])
+        for name, value in _FILLED.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         if self.seed == -1:
             self.seed = None
         for name in ("logprobs", "prompt_logprobs"):
@@ -238,6 +181,11 @@ class SamplingParams:
     def all_stop_token_ids(self) -> set[int]:
         """The tokens of `stop_token_ids`; the model's own end an output, too."""
         return set(self.stop_token_ids or ())
+
+    @property
+    def bad_words_token_ids(self) -> list[list[int]] | None:
+        """None: the engine tokenizes `bad_words`."""
+        return None
 
     def clone(self) -> SamplingParams:
         """Return a copy."""
@@ -298,10 +246,11 @@ class SamplingParams:
 
 _FILLED = {
     parameter.name: parameter.default
-    for parameter in fields(SamplingParams)
-    if parameter.name in {*_SAME, "n", "flat_logprobs"} and parameter.default is not None
+    for parameter in msgspec.structs.fields(SamplingParams)
+    if parameter.name in {*_SAME, "n", "flat_logprobs"}
+    and parameter.default is not None
     and parameter.name != "max_tokens"
-}  # fmt: skip
+}
 """Defaults of fields whose None means the default."""
 _REFUSED = {
     "prompt_logprob_token_ids": "use prompt_logprobs",
@@ -311,8 +260,7 @@ _REFUSED = {
 }
 
 
-@dataclass
-class PoolingParams:
+class PoolingParams(msgspec.Struct, dict=True):
     """vLLM's parameters of pooling."""
 
     task: str | None = None
@@ -376,8 +324,7 @@ TASKS = {
 """Tasks of vLLM by other names."""
 
 
-@dataclass(eq=False)
-class LoRARequest:
+class LoRARequest(msgspec.Struct, dict=True, eq=False):
     """vLLM's adapter of a request."""
 
     lora_name: str
@@ -470,8 +417,10 @@ def _truncation(params: Any) -> Any:
     return getattr(params, "truncate_prompt_tokens", None)
 
 
-def sampling_params(params: NativeSamplingParams) -> SamplingParams:
-    """Return parameters of Hardpoint as vLLM's."""
+def sampling_params(params: NativeSamplingParams | None) -> SamplingParams:
+    """Return parameters of Hardpoint as vLLM's; without any, vLLM's defaults."""
+    if params is None:
+        return SamplingParams()
     values = {name: getattr(params, name) for name in _SAME}
     if values["max_tokens"] is not None:
         values["max_tokens"] = int(values["max_tokens"])  # the default is a value of its own

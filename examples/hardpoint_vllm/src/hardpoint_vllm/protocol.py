@@ -130,7 +130,15 @@ class ChatCompletionRequest(_Model):
         "response_format": None,
         "chat_template_kwargs": dict,
         "stream": False,
-    }
+        **dict.fromkeys(
+            (
+                "frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens",
+                "max_tokens", "min_p", "n", "presence_penalty", "reasoning_effort",
+                "repetition_penalty", "seed", "stop", "temperature", "top_k", "top_logprobs",
+                "top_p", "user",
+            )
+        ),
+    }  # fmt: skip
 
 
 class ResponsesRequest(ChatCompletionRequest):
@@ -326,6 +334,16 @@ class _Manager:
     ) -> ClassT | Callable[[ClassT], ClassT]:
         """Return the class, or a decorator that does."""
         return module if module is not None else lambda decorated: decorated
+
+    @classmethod
+    def _refuse(cls, name: str) -> type:
+        raise KeyError(
+            f"{name!r}: parsers run in the engine: reasoning.parser and tools.parser of the "
+            f"configuration name them, and outputs have `reasoning`, `content` and `tool_calls` "
+            f"(docs/write-an-output-parser.md)"
+        )
+
+    get_reasoning_parser = get_tool_parser = _refuse
 
     @classmethod
     def register_lazy_module(cls, name: str, module_path: str, class_name: str) -> None:

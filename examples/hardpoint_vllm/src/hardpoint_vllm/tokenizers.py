@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class TokenizerLike:
         """
         self._tokenizer, self._path = tokenizer, path
         self._wrapped: Any = None
+        self._set: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return self._tokenizer.vocab_size
@@ -51,16 +53,18 @@ class TokenizerLike:
             return list(full.encode(text, add_special_tokens=add_special_tokens, **options))
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def decode(self, ids: Any, *, skip_special_tokens: bool = False, **_: Any) -> str:
+    def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         """Return the text of token ids."""
         if hasattr(ids, "tolist"):
             ids = ids.tolist()
-        ids = [ids] if isinstance(ids, int) else list(ids)
+        ids = [ids] if isinstance(ids, int) else [int(token) for token in ids]
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def batch_decode(self, rows: Sequence[Any], **options: Any) -> list[str]:
+    def batch_decode(
+        self, rows: Sequence[Any], skip_special_tokens: bool = False, **_: Any
+    ) -> list[str]:
         """Return the texts of rows of token ids."""
-        return [self.decode(row, **options) for row in rows]
+        return [self.decode(row, skip_special_tokens) for row in rows]
 
     def tokenize(self, text: str) -> list[str]:
         """Return the texts of the tokens of a text."""
@@ -109,8 +113,9 @@ class TokenizerLike:
                 )
                 for messages in conversation
             ]
-        for unused in ("return_tensors", "padding", "truncation", "max_length"):
-            variables.pop(unused, None)
+        template = chat_template or self._tokenizer.chat_template or ""
+        words = set(re.findall(r"\w+", template))  # others are ignored, as in transformers
+        variables = {name: value for name, value in variables.items() if name in words}
         text = self._tokenizer.apply_chat_template(
             conversation,
             add_generation_prompt=add_generation_prompt,
@@ -172,13 +177,32 @@ class TokenizerLike:
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token that ends a text, since batches have no padding."""
-        return self.eos_token_id
+        """The token that pads batches of `__call__`: by default, the one that ends a text."""
+        return self._set.get("pad_token_id", self.eos_token_id)
 
     @property
     def pad_token(self) -> str | None:
         """Its text."""
-        return self.eos_token
+        return self._set.get("pad_token", self.eos_token)
+
+    @property
+    def tokenizer(self) -> TokenizerLike:
+        """Itself: vLLM V0 has tokenizers in groups."""
+        return self
+
+    def get_lora_tokenizer(self, lora_request: Any = None) -> TokenizerLike:
+        """Return itself: adapters have no tokenizers of their own."""
+        del lora_request
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an option of transformers' tokenizer, such as `padding_side`."""
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+            return
+        self._set[name] = value
+        if self._wrapped is not None:
+            setattr(self._wrapped, name, value)
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -198,22 +222,31 @@ class TokenizerLike:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._transformers(), name)
+        return self._set[name] if name in self._set else getattr(self._transformers(), name)
 
     def _transformers(self) -> Any:
         """Return the tokenizer of transformers.
 
         Raises:
-            AttributeError: the model is no folder with the files of one.
+            AttributeError: the model has no files for one.
         """
         if self._wrapped is None:
-            path = Path(self._path)
-            if not path.is_dir():
+            context = getattr(self._tokenizer, "context", None)
+            path = Path(self._path) if context is None else context.files.path
+            if not path.is_dir() and path.suffix != ".gguf":
                 raise AttributeError(
                     f"the tokenizer of {self._path!r} has no files for transformers; the engine's "
                     f"own has encode, decode and apply_chat_template"
                 )
-            from transformers import AutoTokenizer  # noqa: PLC0415
-
-            self._wrapped = AutoTokenizer.from_pretrained(path)
+            self._wrapped = _load(path)
+            for name, value in {"pad_token": self.pad_token, **self._set}.items():
+                setattr(self._wrapped, name, value)
         return self._wrapped
+
+
+def _load(path: Path) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    if path.is_dir():
+        return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -11,14 +11,14 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .paths import PACKAGE, PathFinder, names_of
+from .paths import PACKAGE, PathFinder, has_module, missing, names_of
 
 if TYPE_CHECKING:
+    from .async_engine import AsyncLLM as AsyncLLM
+    from .async_engine import AsyncLLMEngine as AsyncLLMEngine
     from .configs import ModelRegistry as ModelRegistry
     from .engine_args import AsyncEngineArgs as AsyncEngineArgs
     from .engine_args import EngineArgs as EngineArgs
-    from .engines import AsyncLLM as AsyncLLM
-    from .engines import AsyncLLMEngine as AsyncLLMEngine
     from .engines import LLMEngine as LLMEngine
     from .inputs import PromptType as PromptType
     from .inputs import TextPrompt as TextPrompt
@@ -54,10 +54,9 @@ __all__ = [*names_of(""), "__version__", "__version_tuple__"]  # pyright: ignore
 def __getattr__(name: str) -> Any:
     if (module := names_of("").get(name)) is not None:
         return getattr(import_module(f"{PACKAGE}.{module}"), name)
-    raise AttributeError(
-        f"hardpoint.vllm has no {name!r}: it has {', '.join(names_of(''))}; see the README of "
-        f"hardpoint-vllm"
-    )
+    if has_module(name):
+        return import_module(f"{PACKAGE}.{name}")
+    raise AttributeError(missing(name))
 
 
 def __dir__() -> list[str]:

@@ -9,9 +9,15 @@ from typing import Any, Literal
 
 from hardpoint.errors import ConfigError
 
+from .former_arguments import FORMER_NEEDLESS, FORMER_REFUSED
+
 Effect = Literal["key", "needless", "refused"]
 _OFF: tuple[Any, ...] = (None, False, "", 0, (), [], {})
 """Values that mean that an argument is not given."""
+
+
+class UnknownArgumentError(ConfigError, TypeError):
+    """An argument that vLLM does not have: a TypeError, as there."""
 
 
 @dataclass
@@ -253,14 +259,11 @@ disable_log_requests enable_log_requests hf_token
     **dict.fromkeys(
         _names(
             """
-disable_custom_all_reduce max_parallel_loading_workers swap_space compilation_config
+disable_custom_all_reduce max_parallel_loading_workers compilation_config
 optimization_level performance_mode cudagraph_capture_sizes kernel_config
 max_cudagraph_capture_size disable_cascade_attn attention_config mamba_config
-max_seq_len_to_capture max_context_len_to_capture enable_flashinfer_autotune
-safetensors_load_strategy safetensors_prefetch_num_threads
+enable_flashinfer_autotune safetensors_load_strategy safetensors_prefetch_num_threads
 safetensors_prefetch_block_size model_loader_extra_config pt_load_map_location
-use_v2_block_manager num_scheduler_steps multi_step_stream_outputs
-disable_async_output_proc preemption_mode scheduler_delay_factor num_lookahead_slots
 enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
 enable_eplb eplb_config expert_placement_strategy
 disable_nccl_for_dp_synchronization enable_shm_tensor_arena kv_sharing_fast_prefill
@@ -269,12 +272,11 @@ offload_group_size offload_num_in_group offload_prefetch_step offload_params
 kv_offloading_size kv_offloading_backend max_num_partial_prefills
 max_long_partial_prefills mm_processor_cache_gb mm_processor_cache_type
 mm_shm_cache_max_object_size_mb mm_hasher_algorithm mm_tensor_ipc skip_mm_profiling
-disable_mm_preprocessor_cache mm_encoder_tp_mode fully_sharded_loras
-specialize_active_lora long_lora_scaling_factors lora_extra_vocab_size lora_dtype
+mm_encoder_tp_mode fully_sharded_loras specialize_active_lora long_lora_scaling_factors
 data_parallel_backend scheduler_reserve_full_isl prefill_schedule_interval
 max_num_scheduled_tokens max_num_active_seqs enable_cumem_allocator monokernel
 enable_nccl_comm_suspend renderer_num_workers disable_chunked_mm_input
-ray_workers_use_nsight jit_monitor_mode jit_monitor_verbose async_engine
+jit_monitor_mode jit_monitor_verbose async_engine
 sleep_mode_backend enable_ep_weight_filter long_prefill_token_threshold_adaptive
 cpu_distributed_timeout_seconds distributed_timeout_seconds ir_op_priority
 dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size enable_hc_sp
@@ -295,9 +297,8 @@ enable_flash_late_interaction fail_on_environ_validation max_lora_cls_labels
         _names(
             """
 tokenizer_mode config_format runner task convert attention_backend moe_backend
-linear_backend all2all_backend mamba_backend guided_decoding_disable_fallback
-mamba_cache_mode mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size
-language_model_only mm_encoder_attn_backend
+linear_backend all2all_backend mamba_backend mamba_cache_mode mamba_cache_dtype
+mamba_ssm_cache_dtype mamba_block_size language_model_only mm_encoder_attn_backend
 """
         ),
         _CHOSEN,
@@ -318,8 +319,6 @@ per_request_spec_decode_metrics custom_histogram_buckets
     "enable_return_routed_experts": "SamplingParams(routed_experts=True) asks for them",
     "download_dir": "models are in the cache of huggingface_hub, which HF_HUB_CACHE moves",
     "ignore_patterns": "only the files that the loader reads are downloaded",
-    "generation_config": "",
-    "override_generation_config": "",
 }
 _REFUSED: Mapping[str, str] = {
     "tokenizer_revision": "give tokenizer a folder with the files of that revision",
@@ -352,8 +351,7 @@ _REFUSED: Mapping[str, str] = {
     "diffusion_config": "diffusion models are not supported",
     "watermark_config": "examples/acme_watermark is a sampler with a watermark",
     "return_sampling_mask": "docs/token-traces.md shows why a token was chosen",
-    "speculative_model": "use speculative_config, or speculation.use",
-    "spec_model": "use speculative_config, or speculation.use",
+    **dict.fromkeys(_names("spec_method spec_model spec_tokens"), "use speculative_config"),
     "quantization_config": "write it as [quantization]",
     "additional_config": "options of plugins are tables [plugin.NAME]",
     "weight_transfer_config": "use `llm.weights.update` (docs/hot-reconfiguration.md)",
@@ -380,8 +378,6 @@ _REFUSED: Mapping[str, str] = {
     "mm_encoder_fp8_scale_save_path": "encoders of images are not quantized",
     "video_pruning_method": "videos are not supported",
     "enable_tower_connector_lora": "adapters change the text model",
-    "spec_method": "use speculative_config, or speculation.use",
-    "spec_tokens": "use speculative_config, or speculation.num_draft_tokens",
     "engram_config": "engrams are not supported",
     "ec_manager_config": "embeddings of images stay in their engine",
     "sleep_preserve_parameter_names": "use tags of `sleep` and `wake_up`",
@@ -389,8 +385,6 @@ _REFUSED: Mapping[str, str] = {
     "enable_mamba_cache_stochastic_rounding": "states have the type of the model",
     "swa_bounded_replay": "use engine.journal (docs/failures.md)",
     "tokens_only": 'use tokenizer.use = "none"',
-    "max_prompt_adapters": "prompt adapters are not supported",
-    "enable_prompt_adapter": "prompt adapters are not supported",
 }
 _SERVER_KEYS: Sequence[tuple[Any, ...]] = (
     ("host", "server.host"),
@@ -453,7 +447,6 @@ _SERVER_REFUSED: Mapping[str, str] = {
     "data_parallel_supervisor_port": "use server.admin",
     "data_parallel_hybrid_lb": "use parallel.data and parallel.balancer",
     "data_parallel_external_lb": "use parallel.data and parallel.balancer",
-    "log_config_file": "",
 }
 SWITCHES = frozenset(
     _names(
@@ -493,6 +486,8 @@ def _arguments() -> dict[str, Argument]:
     tables = (
         (_NEEDLESS, "needless", False),
         (_REFUSED, "refused", False),
+        (FORMER_NEEDLESS, "needless", False),
+        (FORMER_REFUSED, "refused", False),
         (_SERVER_NEEDLESS, "needless", True),
         (_SERVER_REFUSED, "refused", True),
     )

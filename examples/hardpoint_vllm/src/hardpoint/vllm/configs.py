@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from hardpoint.errors import ConfigError
 
@@ -30,6 +31,11 @@ class GivenValues:
     def __setattr__(self, name: str, value: Any) -> None:
         self.given[name] = value
 
+    @classmethod
+    def from_cli(cls, cli_value: str) -> Self:
+        """Return the values of a JSON object."""
+        return cls(**json.loads(cli_value))
+
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.given == self.given
 
@@ -47,8 +53,10 @@ def _config(name: str, text: str) -> type[GivenValues]:
 AttentionConfig = _config("AttentionConfig", "Values of `attention_config`.")
 CacheConfig = _config("CacheConfig", "Values of the KV cache.")
 CompilationConfig = _config("CompilationConfig", "Values of `compilation_config`.")
+DecodingConfig = _config("DecodingConfig", "Values of structured outputs, before vLLM 0.11.")
 DeviceConfig = _config("DeviceConfig", "Values of the device.")
 ECTransferConfig = _config("ECTransferConfig", "Values of `ec_transfer_config`.")
+EPLBConfig = _config("EPLBConfig", "Values of `eplb_config`.")
 KVEventsConfig = _config("KVEventsConfig", "Values of `kv_events_config`.")
 KVTransferConfig = _config("KVTransferConfig", "Values of `kv_transfer_config`.")
 LoadConfig = _config("LoadConfig", "Values of the loader.")
@@ -60,12 +68,24 @@ ParallelConfig = _config("ParallelConfig", "Values of ranks and engines.")
 PassConfig = _config("PassConfig", "Values of the compiler.")
 PoolerConfig = _config("PoolerConfig", "Values of `pooler_config`.")
 ProfilerConfig = _config("ProfilerConfig", "Values of `profiler_config`.")
+PromptAdapterConfig = _config("PromptAdapterConfig", "Values of prompt adapters.")
 ReasoningConfig = _config("ReasoningConfig", "Values of `reasoning_config`.")
 SchedulerConfig = _config("SchedulerConfig", "Values of the scheduler.")
 SpeculativeConfig = _config("SpeculativeConfig", "Values of `speculative_config`.")
 StructuredOutputsConfig = _config("StructuredOutputsConfig", "Values of structured outputs.")
-VllmConfig = _config("VllmConfig", "All values of an engine.")
+TokenizerPoolConfig = _config("TokenizerPoolConfig", "Values of vLLM V0's pool of tokenizers.")
 WeightTransferConfig = _config("WeightTransferConfig", "Values of `weight_transfer_config`.")
+
+
+class VllmConfig(GivenValues):
+    """All values of an engine."""
+
+
+BlockSize = int
+HfOverrides = dict[str, Any]
+CacheDType = ConvertOption = Device = DistributedExecutorBackend = GuidedDecodingBackend = str
+LogprobsMode = ModelDType = PoolingTypeStr = RunnerOption = SchedulerPolicy = str
+TaskOption = TokenizerMode = str
 
 
 class CompilationMode(IntEnum):

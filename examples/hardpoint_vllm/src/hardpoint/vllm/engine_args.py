@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,14 +12,66 @@ from hardpoint.errors import ConfigError
 
 from .arguments import ARGUMENTS, SWITCHES, Translated
 from .configs import VllmConfig
+from .engine_internals import no_member
 from .special import SPECIAL, report, translate
 
+_DEFAULTS: Mapping[str, Any] = {
+    "block_size": 16,
+    "cpu_offload_gb": 0,
+    "disable_log_stats": False,
+    "distributed_executor_backend": None,
+    "dtype": "auto",
+    "enable_lora": False,
+    "enable_prompt_embeds": False,
+    "enable_sleep_mode": False,
+    "gpu_memory_utilization": 0.9,
+    "kv_cache_dtype": "auto",
+    "max_loras": 1,
+    "max_lora_rank": 16,
+    "runner": "auto",
+    "scheduling_policy": "fcfs",
+    "seed": 0,
+    "skip_tokenizer_init": False,
+    "tokenizer_mode": "auto",
+    "trust_remote_code": False,
+}
+"""vLLM's defaults of arguments that programs read; None stands for others."""
 
-class EngineArgs:
-    """Engine arguments; attributes are vLLM's names.
+
+def _columns() -> list[tuple[str, Any, Any]]:
+    names = [name for name, argument in ARGUMENTS.items() if not argument.server]
+    defaults = dict.fromkeys(SPECIAL) | {name: ARGUMENTS[name].default for name in names}
+    defaults.update(_DEFAULTS)
+    return [(name, Any, defaults[name]) for name in sorted(defaults)]
+
+
+_Arguments: Any = dataclasses.make_dataclass(
+    "_Arguments", _columns(), init=False, repr=False, eq=False
+)
+
+
+class _CreatedConfig(VllmConfig):
+    """The result of `create_engine_config`: its parts have the arguments."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        super().__init__(**args.given())
+        object.__setattr__(self, "args", args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _PARTS or (name == "lora_config" and self.args.enable_lora):
+            return self.args
+        return super().__getattr__(name)
+
+
+_PARTS = ("cache_config", "device_config", "load_config", "model_config", "parallel_config",
+          "scheduler_config")  # fmt: skip
+
+
+class EngineArgs(_Arguments):  # type: ignore[misc]
+    """Engine arguments; attributes are vLLM's names, and fields of a dataclass.
 
     Raises:
-        ConfigError, a ValueError: an argument is unknown.
+        UnknownArgumentError, a ValueError and a TypeError: an argument is unknown.
     """
 
     progress: bool | None = None
@@ -28,20 +81,18 @@ class EngineArgs:
             arguments["model"] = model
         use_tqdm = arguments.get("use_tqdm_on_load", True)
         self.progress = None if use_tqdm else False
-        object.__setattr__(self, "_given", dict(arguments))
-        self.translated(log=False)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in {*ARGUMENTS, *SPECIAL}:
-            raise AttributeError(name)
-        value = self._given.get(name)
-        return ARGUMENTS[name].default if value is None and name in ARGUMENTS else value
+        self._given: dict[str, Any] = {}
+        translate(arguments)
+        for name, value in arguments.items():
+            setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
         if name in {*ARGUMENTS, *SPECIAL}:
             self._given[name] = value
-        else:
-            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_member(type(self).__name__, name)
 
     def given(self) -> dict[str, Any]:
         """Return the arguments that were given."""
@@ -55,8 +106,12 @@ class EngineArgs:
         return translated
 
     def create_engine_config(self, *_: Any, **__: Any) -> Any:
-        """Return the arguments as vLLM's configuration object."""
-        return VllmConfig(**self._given)
+        """Return the arguments as vLLM's configuration object, by part, too.
+
+        `AsyncLLM.from_vllm_config` takes it. It has no values that an engine computes, as
+        `llm_engine.vllm_config` has.
+        """
+        return _CreatedConfig(self)
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -68,9 +123,8 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
         """Return the engine arguments of a parsed command line."""
-        known = {*ARGUMENTS, *SPECIAL}
-        values = {n: v for n, v in vars(args).items() if n in known and v is not None}
-        return cls(**values)
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{n: v for n, v in vars(args).items() if n in names and v is not None})
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self._given.items())
@@ -95,17 +149,33 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         option = "--" + name.replace("_", "-")
         if option in known:
             continue
+        options = [short for short in _SHORT.get(name, ()) if short not in known]
         argument = ARGUMENTS.get(name)
         text = (argument.target if argument else "").replace("%", "%%") or None
         if name in SWITCHES:
             parser.add_argument(
-                option, default=None, action=argparse.BooleanOptionalAction, help=text
+                *options, option, default=None, action=argparse.BooleanOptionalAction, help=text
             )
         else:
             several = "*" if name in _SEVERAL else None
-            parser.add_argument(option, default=None, nargs=several, type=_value, help=text)
+            parser.add_argument(
+                *options, option, default=None, nargs=several, type=_value, help=text
+            )
 
 
+_SHORT = {
+    "compilation_config": ("-O", "-cc"),
+    "data_parallel_size": ("-dp",),
+    "data_parallel_size_local": ("-dpl",),
+    "data_parallel_address": ("-dpa",),
+    "data_parallel_rank": ("-dpn",),
+    "decode_context_parallel_size": ("-dcp",),
+    "pipeline_parallel_size": ("-pp",),
+    "quantization": ("-q",),
+    "speculative_config": ("-sc",),
+    "tensor_parallel_size": ("-tp",),
+}
+"""Short forms of options."""
 _SEVERAL = {"served_model_name", "lora_modules", "api_key", "logits_processors", "middleware"}
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-import gc
+import functools
 import io
 import logging
 import random
 import socket
 import uuid
+from collections.abc import Callable
 from enum import StrEnum
-from types import SimpleNamespace
 from typing import Any
 
 from hardpoint.errors import RequestError
@@ -55,8 +55,22 @@ def random_uuid() -> str:
 
 
 def init_logger(name: str) -> logging.Logger:
-    """Return the logger of a name."""
-    return logging.getLogger(name)
+    """Return the logger of a name, which also has `debug_once`, `info_once` and `warning_once`."""
+    named = logging.getLogger(name)
+    for level in ("debug", "info", "warning"):
+        setattr(named, f"{level}_once", functools.cache(_without_scope(getattr(named, level))))
+    return named
+
+
+def _without_scope(log: Callable[..., None]) -> Callable[..., None]:
+    def call(message: str, *args: Any, scope: str | None = None) -> None:
+        del scope  # of ranks, which log in their own processes
+        log(message, *args)
+
+    return call
+
+
+logger = init_logger("vllm")
 
 
 def get_ip() -> str:
@@ -91,78 +105,6 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect garbage. `LLM.close` and leaving its `with` block release an engine."""
-    del shutdown_ray
-    gc.collect()
-
-
-def destroy_model_parallel() -> None:
-    """Do nothing: an engine that is closed has left its groups."""
-
-
-def destroy_distributed_environment() -> None:
-    """Do nothing: an engine that is closed has left its groups."""
-
-
-def get_world_group() -> Any:
-    """Return the group of this process, which is alone: ranks run in processes of their own."""
-    return SimpleNamespace(rank=0, rank_in_group=0, local_rank=0, world_size=1)
-
-
-class _Platform:
-    """The device that engines run on by default."""
-
-    @property
-    def device_type(self) -> str:
-        """`cuda` or `cpu`."""
-        import torch  # noqa: PLC0415
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
-
-    @property
-    def device_name(self) -> str:
-        """The same; vLLM names the backend here."""
-        return self.device_type
-
-    def is_cuda(self) -> bool:
-        """Return whether there is a GPU of NVIDIA."""
-        return self.device_type == "cuda"
-
-    def is_cuda_alike(self) -> bool:
-        """Return whether there is a GPU with torch's CUDA interface."""
-        return self.device_type == "cuda"
-
-    def is_cpu(self) -> bool:
-        """Return whether models run on the processor."""
-        return self.device_type == "cpu"
-
-    def is_rocm(self) -> bool:
-        """Return False."""
-        return False
-
-    def is_tpu(self) -> bool:
-        """Return False."""
-        return False
-
-    def is_xpu(self) -> bool:
-        """Return False."""
-        return False
-
-    def get_device_name(self, device_id: int = 0) -> str:
-        """Return the GPU's name, or `cpu`."""
-        import torch  # noqa: PLC0415
-
-        return torch.cuda.get_device_name(device_id) if self.is_cuda() else "cpu"
-
-    def seed_everything(self, seed: int) -> None:
-        """Seed the generators of this process."""
-        set_random_seed(seed)
-
-
-current_platform = _Platform()
-
-
 def encode_image_base64(image: Any, format: str = "PNG") -> str:
     """Return an image of PIL as a base64 text."""
     buffer = io.BytesIO()
@@ -173,6 +115,19 @@ def encode_image_base64(image: Any, format: str = "PNG") -> str:
 def encode_image_url(image: Any, format: str = "PNG") -> str:
     """Return an image of PIL as a `data:` URL."""
     return f"data:image/{format.lower()};base64,{encode_image_base64(image, format)}"
+
+
+def convert_image_mode(image: Any, to_mode: str) -> Any:
+    """Return an image of PIL in a mode; what shows through is white."""
+    if image.mode == to_mode:
+        return image
+    if image.mode == "RGBA" and to_mode == "RGB":
+        from PIL import Image  # noqa: PLC0415
+
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    return image.convert(to_mode)
 
 
 def fetch_image(image_url: str, **_: Any) -> Any:

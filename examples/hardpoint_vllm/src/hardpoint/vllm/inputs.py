@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from hardpoint_vllm.protocol import make_tool_call_id as make_tool_call_id
+
 from hardpoint.errors import RequestError
 
-__path__: list[str] = []  # vLLM had a module `inputs.data`
+__path__: list[str] = []  # vLLM has modules in `inputs`
 
-ChatCompletionMessageParam = dict[str, Any]
+ChatCompletionMessageParam = CustomChatCompletionMessageParam = ConversationMessage = dict[str, Any]
+ChatCompletionContentPartParam = ChatCompletionContentPartTextParam = dict[str, Any]
+ChatTemplateContentFormat = ChatTemplateContentFormatOption = str
+random_tool_call_id = make_tool_call_id
 
 
 class TextPrompt(TypedDict):
@@ -49,7 +55,31 @@ class ExplicitEncoderDecoderPrompt(TypedDict):
     decoder_prompt: Any
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
+class DataPrompt(TypedDict):
+    """Input of an IO processor."""
+
+    data: Any
+
+
+SingletonPrompt = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
+PromptType = SingletonPrompt | ExplicitEncoderDecoderPrompt | DataPrompt
+TokenInputs = TokensPrompt
+SingletonInputs = ProcessorInputs = TokensPrompt | EmbedsPrompt
+
+
+def is_tokens_prompt(prompt: Any) -> bool:
+    """Return whether this is a prompt of token ids."""
+    return isinstance(prompt, Mapping) and "prompt_token_ids" in prompt
+
+
+def is_embeds_prompt(prompt: Any) -> bool:
+    """Return whether this is a prompt of embeddings."""
+    return isinstance(prompt, Mapping) and "prompt_embeds" in prompt
+
+
+def is_explicit_encoder_decoder_prompt(prompt: Any) -> bool:
+    """Return whether this is a prompt of an encoder and a decoder."""
+    return isinstance(prompt, Mapping) and "encoder_prompt" in prompt
 
 
 def tokens_input(prompt_token_ids: list[int], **fields: Any) -> TokensPrompt:
@@ -58,11 +88,18 @@ def tokens_input(prompt_token_ids: list[int], **fields: Any) -> TokensPrompt:
     return prompt
 
 
+token_inputs = tokens_input
+
+
 def is_one(prompts: Any) -> bool:
     """Return whether this is one prompt, not a list of prompts."""
     return isinstance(prompts, str | Mapping) or (
-        isinstance(prompts, Sequence) and bool(prompts) and all(type(p) is int for p in prompts)
+        isinstance(prompts, Sequence) and bool(prompts) and all(map(_is_id, prompts))
     )
+
+
+def _is_id(item: Any) -> bool:
+    return type(item) is int or (hasattr(item, "__index__") and not hasattr(item, "__len__"))
 
 
 def native_prompt(prompt: Any) -> tuple[Any, str | None]:
@@ -72,7 +109,7 @@ def native_prompt(prompt: Any) -> tuple[Any, str | None]:
         RequestError: there is no counterpart.
     """
     if not isinstance(prompt, Mapping):
-        return prompt, None
+        return (prompt if isinstance(prompt, str) else _plain_ids(prompt)), None
     fields = {name: value for name, value in prompt.items() if value is not None}
     salt = fields.pop("cache_salt", None)
     fields.pop("multi_modal_uuids", None)
@@ -97,8 +134,36 @@ def native_prompt(prompt: Any) -> tuple[Any, str | None]:
         fields.pop("prompt", None)
         fields.pop("token_type_ids", None)
         if set(fields) == {"prompt_token_ids"}:
-            return list(fields["prompt_token_ids"]), salt
+            return _plain_ids(fields["prompt_token_ids"]), salt
     return fields, salt
+
+
+def _plain_ids(ids: Any) -> list[Any]:
+    """Return token ids as numbers of Python, also those of an array or a tensor."""
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    return [item if type(item) is int else _plain_id(item) for item in ids]
+
+
+def _plain_id(item: Any) -> Any:
+    return operator.index(item) if hasattr(item, "__index__") else item
+
+
+def apply_hf_chat_template(
+    tokenizer: Any,
+    conversation: Sequence[Mapping[str, Any]],
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    model_config: Any = None,
+    tokenize: bool = False,
+    **variables: Any,
+) -> Any:
+    """Return the prompt of a conversation, by a tokenizer's chat template or another one."""
+    del model_config
+    return tokenizer.apply_chat_template(
+        conversation, tools, chat_template=chat_template, tokenize=tokenize, **variables
+    )
 
 
 def load_chat_template(chat_template: str | Path | None, *, is_literal: bool = False) -> str | None:

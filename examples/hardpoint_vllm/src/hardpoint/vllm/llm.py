@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import hardpoint
 from hardpoint import SamplingParams as NativeSamplingParams
-from hardpoint.errors import RequestError
+from hardpoint.errors import ConfigError, RequestError
 
 from .beams import BeamSearchOutput, search
+from .conversations import is_single, plain_messages, plain_texts, used_variables
 from .engine_args import EngineArgs
+from .engine_internals import checked_method, no_member, worker_hint
+from .helpers import Counter
 from .inputs import is_one, load_chat_template, native_prompt
 from .metrics import Metric, read_metrics
 from .outputs import PoolingRequestOutput, RequestOutput, pooled
@@ -24,6 +28,7 @@ from .params import (
     request_options,
 )
 from .params import sampling_params as vllm_params
+from .special import add_statistics
 from .tokenizer import TokenizerLike
 
 _log = logging.getLogger("hardpoint")
@@ -54,9 +59,14 @@ class LLM:
 
     def _open(self, args: EngineArgs) -> None:
         translated = args.translated()
+        if not args.disable_log_stats:
+            add_statistics(translated)
         self.processors, self._pooling = translated.processors, translated.pooling
         self._native = hardpoint.LLM(config=translated.config(), progress=args.progress)
-        self.engine_args = args
+        self._version = self._native.weights.version
+        self.engine_args, self.request_counter = args, Counter()
+        self.pooling_tasks: dict[str, str] = {}
+        self.arrivals: dict[str, float] = {}
         self._waiting: list[tuple[int, Callable[..., list[RequestOutput]]]] = []
         default = vllm_params(self._native.model.default_sampling_params())
         default = SamplingParams() if translated.neutral else default
@@ -83,6 +93,10 @@ class LLM:
         from .engines import LLMEngine  # noqa: PLC0415
 
         return LLMEngine(self)
+
+    @llm_engine.deleter
+    def llm_engine(self) -> None:
+        self.close()
 
     @property
     def model_config(self) -> Any:
@@ -120,7 +134,13 @@ class LLM:
         return parallel.tensor * parallel.pipeline * (parallel.data if include_dp else 1)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the metrics of the sinks, such as "prometheus" (`stats.sinks`)."""
+        """Return the metrics, under vLLM's names and Hardpoint's.
+
+        Raises:
+            ConfigError: the engine has none.
+        """
+        if self.engine_args.disable_log_stats:
+            raise ConfigError("disable_log_stats: expected false for metrics, got True")
         return read_metrics(self._native.metrics())
 
     def generate(
@@ -155,8 +175,9 @@ class LLM:
             cache_salt=salts,
             **options,
         )
+        start = time.time()
         outputs = self._native.generate(prompts, params, use_tqdm=bool(use_tqdm), **many)
-        return [RequestOutput.of(output) for output in outputs]
+        return [RequestOutput.of(output, start) for output in outputs]
 
     def enqueue(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list[str]:
         """Keep prompts for `wait_for_completion`; return their ids."""
@@ -165,8 +186,7 @@ class LLM:
 
     def enqueue_chat(self, messages: Any, sampling_params: Any = None, **options: Any) -> list[str]:
         """Keep conversations for `wait_for_completion`; return their ids."""
-        is_single = bool(messages) and isinstance(messages[0], Mapping)
-        count = 1 if is_single else len(messages)
+        count = 1 if is_single(messages) else len(messages)
         return self._keep(count, self.chat, messages, sampling_params, options)
 
     def _keep(
@@ -209,9 +229,13 @@ class LLM:
         many = request_options(sampling_params, lora_request, tokenization_kwargs, **options)
         params = self._params(sampling_params)
         template = load_chat_template(chat_template) or self._template
-        if tools and "tools" not in (template or self._native.tokenizer.chat_template or "tools"):
+        shown = template or self._native.tokenizer.chat_template
+        messages = plain_messages(messages)
+        chat_template_kwargs = used_variables(shown, chat_template_kwargs) or None
+        if tools and "tools" not in (shown or "tools"):
             _log.warning("tools: ignored, because the chat template shows no tools, as in vLLM")
             tools = None
+        start = time.time()
         if template is None:
             outputs = self._native.chat(
                 messages,
@@ -223,8 +247,7 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
                 **many,
             )
-            return [RequestOutput.of(output) for output in outputs]
-        is_single = bool(messages) and isinstance(messages[0], Mapping)
+            return [RequestOutput.of(output, start) for output in outputs]
         tokenizer = self._native.tokenizer
         texts = [
             tokenizer.apply_chat_template(
@@ -235,11 +258,11 @@ class LLM:
                 continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
             )
-            for conversation in ([messages] if is_single else messages)
+            for conversation in ([messages] if is_single(messages) else messages)
         ]
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         outputs = self._native.generate(prompts, params, use_tqdm=bool(use_tqdm), **many)
-        return [RequestOutput.of(output) for output in outputs]
+        return [RequestOutput.of(output, start) for output in outputs]
 
     def beam_search(
         self, prompts: Sequence[Any], params: BeamSearchParams, lora_request: Any = None, **_: Any
@@ -312,7 +335,7 @@ class LLM:
             )
         params = None if pooling_params is None else pooling_params.native("score")
         many = request_options(pooling_params, lora_request, tokenization_kwargs, **options)
-        first, second = data_1 or text_1, data_2 or text_2
+        first, second = plain_texts(data_1 or text_1), plain_texts(data_2 or text_2)
         outputs = self._native.score(first, second, params, **many)
         return [pooled(output, "score") for output in outputs]
 
@@ -354,7 +377,8 @@ class LLM:
 
     def reset_mm_cache(self) -> None:
         """Clear the embeddings of images."""
-        self._native.engines.reset_encoder_cache()
+        if self._native.model.takes_images:
+            self._native.engines.reset_encoder_cache()
 
     def collective_rpc(
         self,
@@ -366,14 +390,31 @@ class LLM:
         """Call a method of every worker by its name.
 
         Raises:
-            RequestError: it is a function, or has keyword arguments.
+            RequestError: it is a function, has keyword arguments, or is unknown.
         """
-        if not isinstance(method, str) or kwargs:
+        if method == "reload_weights":
+            self._reload(**(kwargs or {}))
+            return [None] * self.get_world_size()
+        name = checked_method(method, kwargs)
+        try:
+            return list(self._native.collective_rpc(name, args=list(args), timeout=timeout))
+        except RequestError as error:
+            raise RequestError(f"{error}; {worker_hint(name)}") from None
+
+    def _reload(self, weights_path: str | None = None, **options: Any) -> None:
+        """Read weights from a folder; without one, the model's own, which `wake_up` reads again."""
+        if options.pop("is_checkpoint_format", True) is not True or options:
             raise RequestError(
-                f"method: expected the name of a method and arguments by position, got "
-                f"{method!r}; a step part answers calls of a program (docs/step-parts.md)"
+                "reload_weights: expected weights_path alone, with the names of the checkpoint; "
+                f"{worker_hint('reload_weights')}"
             )
-        return list(self._native.collective_rpc(method, args=list(args), timeout=timeout))
+        if weights_path is not None:
+            self._native.weights.update(weights_path)
+        elif self._native.weights.version != self._version:
+            raise RequestError(
+                "reload_weights: expected weights_path, as the model has other weights than those "
+                "of its folder; `llm.native.weights.update` takes the folder of the model"
+            )
 
     def apply_model(self, func: Callable[..., Any]) -> list[Any]:
         """Refuse a function that gets the model.
@@ -406,6 +447,9 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_member("LLM", name)
 
     def __repr__(self) -> str:
         return f"LLM(model={str(self._native.config.model)!r})"

@@ -11,14 +11,68 @@ from hardpoint import Logprob as Logprob
 from hardpoint import PoolingRequestOutput as NativePooling
 from hardpoint import RequestOutput as NativeRequest
 from hardpoint.errors import HardpointError
-from hardpoint.plugins.requests import RequestMetrics as RequestMetrics
+from hardpoint.plugins.requests import RequestMetrics as NativeMetrics
+
+from .params import LoRARequest
 
 if TYPE_CHECKING:
     import torch
 
+__path__: list[str] = []  # so that the error of another name has what there is instead
 SampleLogprobs = list[dict[int, Logprob]]
 PromptLogprobs = list[dict[int, Logprob] | None]
 T = TypeVar("T")
+
+
+class RequestMetrics(NativeMetrics, kw_only=True, frozen=True):
+    """Times of a request, with the members of both engines and of vLLM V0.
+
+    Times are seconds of `time.time()`; None stands for a stage that it did not reach.
+
+    Attributes:
+        arrival_time: when it was added.
+    """
+
+    arrival_time: float
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        """When its first step began."""
+        return self._after(self.queue_seconds)
+
+    @property
+    def first_token_time(self) -> float | None:
+        """When it had its first token."""
+        return self._after(self.time_to_first_token)
+
+    @property
+    def last_token_time(self) -> float | None:
+        """When it had its last token."""
+        return self._after(self.time_to_first_token, self.decode_seconds)
+
+    @property
+    def finished_time(self) -> float | None:
+        """When it ended."""
+        return self._after(self.e2e_seconds)
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from its arrival to its first step."""
+        return self.queue_seconds
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from its arrival to its first token."""
+        return self.time_to_first_token
+
+    queued_ts = property(lambda self: self.arrival_time)
+    scheduled_ts, first_token_ts = first_scheduled_time, first_token_time
+    last_token_ts = last_token_time
+
+    def _after(self, *durations: float | None) -> float | None:
+        if None in durations:
+            return None
+        return self.arrival_time + sum(duration or 0.0 for duration in durations)
 
 
 class CompletionOutput(NativeCompletion, kw_only=True, gc=False):
@@ -34,19 +88,30 @@ class CompletionOutput(NativeCompletion, kw_only=True, gc=False):
 class RequestOutput(NativeRequest, kw_only=True, gc=False):
     """The completions of a prompt, with the members of both engines."""
 
+    lora_request: Any = None
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     multi_modal_placeholders: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, output: NativeRequest) -> RequestOutput:
-        """Return an output of Hardpoint as one of vLLM."""
+    def of(cls, output: NativeRequest, arrival_time: float) -> RequestOutput:
+        """Return an output of Hardpoint as one of vLLM.
+
+        Args:
+            output: output of Hardpoint.
+            arrival_time: when the request was added, in seconds of `time.time()`.
+        """
+        lora = output.lora_request and LoRARequest.of(output.lora_request)
         completions: list[NativeCompletion] = [
-            CompletionOutput(**_values(completion), lora_request=output.lora_request)
+            CompletionOutput(**_values(completion), lora_request=lora)
             for completion in output.outputs
         ]
+        for completion in completions:
+            if (metrics := completion.metrics) is not None:
+                timed = RequestMetrics(**_values(metrics), arrival_time=arrival_time)
+                completion.metrics = timed
         values = _values(output)
-        values["outputs"] = completions
+        values.update(outputs=completions, lora_request=lora)
         return cls(**values)
 
 

@@ -368,6 +368,11 @@ class LoRARequest(msgspec.Struct, dict=True, eq=False):
         """Its folder."""
         return self.lora_path
 
+    @classmethod
+    def of(cls, adapter: NativeLoRARequest) -> LoRARequest:
+        """Return an adapter of Hardpoint as one of vLLM."""
+        return cls(adapter.name, adapter.id, adapter.path)
+
     def native(self) -> NativeLoRARequest:
         """Return Hardpoint's object."""
         return NativeLoRARequest(self.lora_name, self.lora_int_id, self.lora_path)

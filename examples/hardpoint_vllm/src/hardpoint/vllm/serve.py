@@ -50,10 +50,6 @@ def read_flags(flags: str) -> ServeFlags:
     names = [name for name in {**ARGUMENTS, **SPECIAL} if name != "model"]
     parser.add_argument("--model", default=None)
     parser.add_argument("--lora-modules", nargs="*", default=None)
-    parser.add_argument("-tp", dest="tensor_parallel_size", type=int, default=None)
-    parser.add_argument("-pp", dest="pipeline_parallel_size", type=int, default=None)
-    parser.add_argument("-dp", dest="data_parallel_size", type=int, default=None)
-    parser.add_argument("-q", dest="quantization", default=None)
     add_options(parser, names)
     options, unknown = parser.parse_known_args(expanded(arguments))
     if unknown:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hardpoint.errors import ConfigError
 
-from .arguments import ARGUMENTS, Translated, size, table, texts
+from .arguments import ARGUMENTS, Translated, UnknownArgumentError, size, table, texts
 
 _log = logging.getLogger("hardpoint.vllm")
 
@@ -29,7 +29,8 @@ def translate(arguments: Mapping[str, Any], *, server: bool = False) -> Translat
         server: whether arguments of `vllm serve` are known, too.
 
     Raises:
-        ConfigError: an argument changes results and has no counterpart, or is unknown.
+        ConfigError: an argument changes results and has no counterpart, or is unknown, which is
+            a TypeError, too.
     """
     to = Translated()
     stated = {name: value for name, value in arguments.items() if value is not None}
@@ -37,7 +38,7 @@ def translate(arguments: Mapping[str, Any], *, server: bool = False) -> Translat
         if name in SPECIAL:
             SPECIAL[name](value, stated, to)
         elif (argument := ARGUMENTS.get(name)) is None or (argument.server and not server):
-            raise ConfigError(_unknown(name, server=server))
+            raise UnknownArgumentError(_unknown(name, server=server))
         else:
             argument.apply(value, to)
     ranks = to.values.get("parallel.tensor", 1) * to.values.get("parallel.pipeline", 1)
@@ -64,6 +65,14 @@ def _revision(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
             f"model of the hub"
         )
     to.values["model"] = f"{model}@{value}"
+
+
+def add_statistics(to: Translated) -> None:
+    """Add what `disable_log_stats` turns off in vLLM: metrics of requests and of the engine."""
+    sinks = to.values.get("stats.sinks", [])
+    to.values["stats.sinks"] = sinks if "prometheus" in sinks else [*sinks, "prometheus"]
+    to.values.setdefault("stats.request_metrics", True)
+    to.values.setdefault("metrics.aliases", ["vllm"])
 
 
 def _unknown(name: str, *, server: bool) -> str:
@@ -221,6 +230,14 @@ def _structured(value: Any, arguments: Mapping[str, Any], to: Translated) -> Non
     backend = config.pop("backend", "auto")
     if parser := config.pop("reasoning_parser", None):
         ARGUMENTS["reasoning_parser"].apply(parser, to)
+    if config.pop("disable_any_whitespace", False):
+        to.values["plugin.llguidance.max_whitespace"] = 0
+        to.values["plugin.llguidance.max_newlines"] = 0
+    if config.pop("disable_additional_properties", False):
+        raise ConfigError(
+            "structured_outputs_config.disable_additional_properties: expected false, got True; "
+            "use StructuredOutputsParams(disable_additional_properties=True) in requests"
+        )
     if backend not in ("auto", "guidance"):
         to.notes.append(
             f"structured_outputs_config.backend={backend!r} has no effect: answers have the form "
@@ -335,6 +352,7 @@ SPECIAL: Mapping[str, Callable[[Any, Mapping[str, Any], Translated], None]] = {
     "generation_config": _generation_config,
     "override_generation_config": _override_generation,
     "pooler_config": _pooler,
+    "override_pooler_config": _pooler,
     "hardpoint_config": _native,
     "profiler_config": _profiler,
     "api_key": _api_key,

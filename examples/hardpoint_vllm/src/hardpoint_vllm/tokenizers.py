@@ -10,6 +10,9 @@ from typing import Any
 
 from hardpoint.plugins import Tokenizer
 
+_ENCODING = ("return_tensors", "padding", "truncation", "max_length")
+"""Options of `apply_chat_template` for its token ids."""
+
 
 class TokenizerLike:
     """An engine's tokenizer with the methods of one of transformers.
@@ -92,42 +95,51 @@ class TokenizerLike:
         tools: Sequence[Any] | None = None,
         *,
         tokenize: bool = True,
+        return_dict: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Return the prompt of a conversation, or of each of several, as transformers does.
+
+        Args:
+            conversation: messages, or a list of conversations.
+            tools: tools for the template.
+            tokenize: whether the result is token ids, not text.
+            return_dict: whether it has an attention mask, too.
+            options: `add_generation_prompt`, `continue_final_message`, `chat_template`; those of
+                `__call__` for tensors and padding; others are variables of the template.
+        """
+        encoding = {name: options.pop(name, None) for name in _ENCODING}
+        encoding = {name: value for name, value in encoding.items() if value}
+        is_several = bool(conversation) and not isinstance(conversation[0], Mapping)
+        conversations = conversation if is_several else [conversation]
+        texts = [self._prompt(messages, tools, **options) for messages in conversations]
+        is_list = is_several or (tokenize and "return_tensors" in encoding)
+        result = texts if is_list else texts[0]
+        if not tokenize:
+            return result
+        encoded = self(result, add_special_tokens=False, **encoding)
+        return encoded if return_dict else encoded["input_ids"]
+
+    def _prompt(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
+        *,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        return_dict: bool = False,
         **variables: Any,
-    ) -> Any:
-        """Return the prompt of a conversation, or of each of several, as transformers does."""
-        if conversation and not isinstance(conversation[0], Mapping):
-            return [
-                self.apply_chat_template(
-                    messages,
-                    tools,
-                    tokenize=tokenize,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    chat_template=chat_template,
-                    return_dict=return_dict,
-                    **variables,
-                )
-                for messages in conversation
-            ]
+    ) -> str:
         template = chat_template or self._tokenizer.chat_template or ""
         words = set(re.findall(r"\w+", template))  # others are ignored, as in transformers
-        variables = {name: value for name, value in variables.items() if name in words}
-        text = self._tokenizer.apply_chat_template(
-            conversation,
+        return self._tokenizer.apply_chat_template(
+            messages,
             add_generation_prompt=add_generation_prompt,
             template=chat_template,
             tools=tools,
             continue_final_message=continue_final_message,
-            variables=variables or None,
+            variables={n: value for n, value in variables.items() if n in words} or None,
         )
-        if not tokenize:
-            return text
-        ids = self.encode(text, add_special_tokens=False)
-        return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
 
     @functools.cache  # noqa: B019 - a tokenizer lives as long as its engine
     def get_vocab(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from hardpoint.errors import ConfigError
 from .former_arguments import FORMER_NEEDLESS, FORMER_REFUSED
 
 Effect = Literal["key", "needless", "refused"]
-_OFF: tuple[Any, ...] = (None, False, "", 0, (), [], {})
+_OFF: tuple[Any, ...] = (None, False, "", "auto", 0, (), [], {})
 """Values that mean that an argument is not given."""
 
 

@@ -35,6 +35,7 @@ class AsyncLLM:
         if stat_loggers:
             add_stat_loggers(stat_loggers, translated)
         self._native = NativeAsync(config=translated.config())
+        self._tokenizer = TokenizerLike(self._native.tokenizer, str(self._native.config.model))
 
     @classmethod
     def from_engine_args(
@@ -78,7 +79,7 @@ class AsyncLLM:
     @property
     def tokenizer(self) -> TokenizerLike:
         """The tokenizer."""
-        return TokenizerLike(self._native.tokenizer, str(self._native.config.model))
+        return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's files recommend."""
@@ -89,8 +90,8 @@ class AsyncLLM:
         prompt: Any,
         sampling_params: SamplingParams,
         request_id: str,
-        *,
         lora_request: Any = None,
+        *,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
@@ -126,6 +127,11 @@ class AsyncLLM:
         pooling_params: PoolingParams,
         request_id: str,
         lora_request: Any = None,
+        *,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> AsyncIterator[PoolingRequestOutput[Any]]:
         """Yield the result of a pooling request, or the output of the IO processor."""
@@ -135,7 +141,15 @@ class AsyncLLM:
             return
         prompt, salt = native_prompt(prompt)
         params = pooling_params.native()
-        options = request_options(pooling_params, lora_request, cache_salt=salt)
+        options = request_options(
+            pooling_params,
+            lora_request,
+            tokenization_kwargs,
+            cache_salt=salt,
+            trace_headers=trace_headers,
+            priority=priority,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
         async for output in self._native.encode(prompt, params, request_id, **options):
             yield pooled(output, "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,6 @@ from .engine_internals import no_member
 from .special import SPECIAL, report, translate
 
 _DEFAULTS: Mapping[str, Any] = {
-    "block_size": 16,
     "cpu_offload_gb": 0,
     "disable_log_stats": False,
     "distributed_executor_backend": None,
@@ -129,6 +129,16 @@ class EngineArgs(_Arguments):  # type: ignore[misc]
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self._given.items())
         return f"{type(self).__name__}({values})"
+
+
+EngineArgs.__signature__ = inspect.Signature(
+    [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=getattr(EngineArgs, field.name)
+        )
+        for field in dataclasses.fields(EngineArgs)
+    ]
+)
 
 
 class AsyncEngineArgs(EngineArgs):

@@ -63,6 +63,7 @@ class LLM:
             add_statistics(translated)
         self.processors, self._pooling = translated.processors, translated.pooling
         self._native = hardpoint.LLM(config=translated.config(), progress=args.progress)
+        self._tokenizer = TokenizerLike(self._native.tokenizer, str(self._native.config.model))
         self._version = self._native.weights.version
         self.engine_args, self.request_counter = args, Counter()
         self.pooling_tasks: dict[str, str] = {}
@@ -110,7 +111,7 @@ class LLM:
 
     def get_tokenizer(self) -> TokenizerLike:
         """Return the tokenizer."""
-        return TokenizerLike(self._native.tokenizer, str(self._native.config.model))
+        return self._tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Accept the engine's tokenizer.
@@ -294,7 +295,7 @@ class LLM:
         first = pooling_params[0] if isinstance(pooling_params, Sequence) else pooling_params
         task = pooling_task or getattr(first, "task", None)
         if task is None:
-            task = self._native.model.supported_tasks[0]
+            task = next((name for name in self.supported_tasks if name != "generate"), "embed")
         options["truncate_prompt_tokens"] = truncate_prompt_tokens
         options |= {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         outputs = self._pool(prompts, pooling_params, str(task), options)

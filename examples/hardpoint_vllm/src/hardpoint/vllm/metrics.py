@@ -47,8 +47,24 @@ class Histogram(Metric):
     buckets: dict[str, int] = field(default_factory=dict)
 
 
-def read_metrics(text: str) -> list[Metric]:  # noqa: C901 - one branch by type
-    """Return the metrics of a text in Prometheus's format."""
+def read_metrics(text: str) -> list[Metric]:
+    """Return the metrics of a text in Prometheus's format; counters by position are vectors."""
+    metrics: list[Metric] = []
+    vectors: dict[str, Vector] = {}
+    for metric in _samples(text):
+        if not isinstance(metric, Counter) or "position" not in metric.labels:
+            metrics.append(metric)
+            continue
+        labels = {name: text for name, text in metric.labels.items() if name != "position"}
+        key = f"{metric.name}{labels}"
+        if key not in vectors:
+            vectors[key] = Vector(metric.name, labels)
+            metrics.append(vectors[key])
+        vectors[key].values.append(metric.value)
+    return metrics
+
+
+def _samples(text: str) -> list[Metric]:  # noqa: C901 - one branch by type
     kinds: dict[str, str] = {}
     metrics: list[Metric] = []
     histograms: dict[tuple[str, tuple[tuple[str, str], ...]], Histogram] = {}

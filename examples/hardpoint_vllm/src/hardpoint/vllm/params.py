@@ -385,6 +385,13 @@ def native_lora(lora_request: Any) -> Any:
     return lora_request.native() if isinstance(lora_request, LoRARequest) else lora_request
 
 
+_FORMER_OPTIONS = {
+    "guided_options_request": "use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
+    "prompt_adapter_request": "prompt adapters are not supported; use lora_request",
+}
+"""Options of requests before vLLM 0.10, and what to use instead."""
+
+
 def request_options(
     params: Any,
     lora_request: Any,
@@ -396,20 +403,26 @@ def request_options(
     Args:
         params: parameters of the request or of each, which may have `truncate_prompt_tokens`.
         lora_request: adapter of the request or of each.
-        tokenization_kwargs: may have `truncate_prompt_tokens`, too.
+        tokenization_kwargs: may have `truncate_prompt_tokens`, or `truncation` and `max_length`.
         options: options that have one name in both engines.
 
     Raises:
-        RequestError: another key of `tokenization_kwargs`.
+        RequestError: another key of `tokenization_kwargs`, or an option that vLLM had.
     """
     options["lora_request"] = native_lora(lora_request)
-    for name, value in (tokenization_kwargs or {}).items():
-        if name == "truncate_prompt_tokens":
-            options[name] = value
-        elif name not in ("truncation", "max_length"):
+    tokenization = dict(tokenization_kwargs or {})
+    length = tokenization.pop("max_length", None)
+    if tokenization.pop("truncation", False):
+        tokenization.setdefault("truncate_prompt_tokens", -1 if length is None else length)
+    for name, value in tokenization.items():
+        if name != "truncate_prompt_tokens":
             raise RequestError(
                 f"tokenization_kwargs.{name}: expected truncate_prompt_tokens, got {value!r}"
             )
+        options[name] = value
+    for name, hint in _FORMER_OPTIONS.items():
+        if options.get(name) is not None:
+            raise RequestError(f"{name}: expected none, got {options[name]!r}; {hint}")
     if (cut := _truncation(params)) is not None:
         options["truncate_prompt_tokens"] = cut
     return {name: value for name, value in options.items() if value is not None}

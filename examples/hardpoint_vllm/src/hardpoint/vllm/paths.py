@@ -106,7 +106,7 @@ def _nearest(name: str) -> str:
     homes = [path for path in PATHS if last in names_of(path)]
     if homes and not any(f".{path}".endswith(f".{last}") for path in PATHS):
         return f"{last} is in {f'{PACKAGE}.{homes[0]}'.rstrip('.')}"
-    near = difflib.get_close_matches(last[:64], names_of(parent), 1, 0.8)
+    near = difflib.get_close_matches(last[:64], names_of(parent), 1, 0.88)
     starts = [path for path in COUNTERPARTS if f"{name}.".startswith(f"{path}.")]
     hint = COUNTERPARTS[max(starts, key=len)] if starts else "docs/migrate-from-vllm.md"
     return f"did you mean {near[0]}? {hint}" if near else hint

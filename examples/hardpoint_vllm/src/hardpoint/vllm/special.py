@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hardpoint.errors import ConfigError
@@ -166,12 +168,30 @@ _ADAPTER = ({"use": "hardpoint_vllm:VLLM", "name": "vllm"},)
 def _processors(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
     enable: list[Any] = [*_ADAPTER]
     for item in [value] if isinstance(value, str | type) else value:
-        reference = item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
+        reference = item if isinstance(item, str) else _reference(item)
         name = _plugin_name(reference)
         enable.append({"use": reference, "name": name})
         to.values[f"plugin.{name}.every_request"] = True
         to.processors.append(name)
     _enable(enable, to)
+
+
+def _reference(item: type) -> str:
+    """Return the FQCN of a class; one that its module does not have is added to a module here.
+
+    So classes of functions and notebooks are found, in this process.
+    """
+    found: Any = sys.modules.get(item.__module__)
+    for name in item.__qualname__.split("."):
+        found = getattr(found, name, None)
+    if found is item:
+        return f"{item.__module__}:{item.__qualname__}"
+    module = sys.modules.setdefault(_LOCAL_CLASSES, ModuleType(_LOCAL_CLASSES))
+    setattr(module, item.__name__, item)
+    return f"{_LOCAL_CLASSES}:{item.__name__}"
+
+
+_LOCAL_CLASSES = "hardpoint_vllm_local_classes"
 
 
 def _enable(entries: Sequence[Any], to: Translated) -> None:
@@ -197,7 +217,7 @@ def add_stat_loggers(loggers: Sequence[Any], to: Translated) -> None:
                 f"stat_loggers[{index}]: expected a class derived from StatLoggerBase, got "
                 f"{logger!r}; a class reads its own settings in its constructor"
             )
-    references = [f"{logger.__module__}:{logger.__qualname__}" for logger in loggers]
+    references = [_reference(logger) for logger in loggers]
     to.values["stats.sinks"] = [*to.values.get("stats.sinks", []), *references]
     _enable(_ADAPTER, to)
 

@@ -168,11 +168,31 @@ def read_hf_config(path: Path) -> Any:
         return PretrainedConfig.from_dict(fields)
 
 
+def _lora_config(adapters: Any) -> ConfigFields | None:
+    if not adapters.max_loras:
+        return None
+    return ConfigFields(
+        "lora_config",
+        max_loras=adapters.max_loras,
+        max_lora_rank=adapters.max_lora_rank,
+        max_cpu_loras=adapters.max_cpu_loras,
+    )
+
+
+def _speculative_config(speculation: Any) -> ConfigFields | None:
+    if not speculation.use:
+        return None
+    return ConfigFields(
+        "speculative_config",
+        method=speculation.use[0],
+        num_speculative_tokens=speculation.num_draft_tokens,
+    )
+
+
 def vllm_config(native: Any) -> ConfigFields:
     """Return the fields of vLLM's VllmConfig that programs read."""
     config = native.config
     cache, scheduler, parallel = config.kv_cache, config.scheduler, config.parallel
-    adapters, speculation = config.adapters, config.speculation
     ranks = parallel.tensor * parallel.pipeline
     return ConfigFields(
         "vllm_config",
@@ -207,21 +227,8 @@ def vllm_config(native: Any) -> ConfigFields:
             enable_expert_parallel=parallel.expert,
             distributed_executor_backend=config.executor.use,
         ),
-        lora_config=ConfigFields(
-            "lora_config",
-            max_loras=adapters.max_loras,
-            max_lora_rank=adapters.max_lora_rank,
-            max_cpu_loras=adapters.max_cpu_loras,
-        )
-        if adapters.max_loras
-        else None,
-        speculative_config=ConfigFields(
-            "speculative_config",
-            method=speculation.use[0],
-            num_speculative_tokens=speculation.num_draft_tokens,
-        )
-        if speculation.use
-        else None,
+        lora_config=_lora_config(config.adapters),
+        speculative_config=_speculative_config(config.speculation),
         load_config=ConfigFields("load_config", load_format=config.load.use),
         device_config=ConfigFields("device_config", device=config.device),
         structured_outputs_config=ConfigFields(

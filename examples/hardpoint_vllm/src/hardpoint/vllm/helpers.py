@@ -33,6 +33,14 @@ class UsageContext(StrEnum):
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
+class LoggingStatLogger:
+    """vLLM's stat logger for logs: the sink "log". Derive others from StatLoggerBase."""
+
+
+class PrometheusStatLogger:
+    """vLLM's stat logger for Prometheus: the sink "prometheus"."""
+
+
 class Counter:
     """Numbers from `start` on, one at each `next`."""
 

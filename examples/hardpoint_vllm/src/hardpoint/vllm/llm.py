@@ -248,22 +248,23 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
                 **many,
             )
-            return [RequestOutput.of(output, start) for output in outputs]
-        tokenizer = self._native.tokenizer
-        texts = [
-            tokenizer.apply_chat_template(
-                conversation,
+        else:
+            rendered = self._render(
+                [messages] if is_single(messages) else messages,
                 add_generation_prompt=add_generation_prompt,
                 template=template,
                 tools=tools,
                 continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
             )
-            for conversation in ([messages] if is_single(messages) else messages)
-        ]
-        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self._native.generate(prompts, params, use_tqdm=bool(use_tqdm), **many)
+            outputs = self._native.generate(rendered, params, use_tqdm=bool(use_tqdm), **many)
         return [RequestOutput.of(output, start) for output in outputs]
+
+    def _render(self, conversations: Any, **options: Any) -> list[list[int]]:
+        """Return the token ids of conversations by a template of the program's own."""
+        tokenizer = self._native.tokenizer
+        texts = [tokenizer.apply_chat_template(messages, **options) for messages in conversations]
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def beam_search(
         self, prompts: Sequence[Any], params: BeamSearchParams, lora_request: Any = None, **_: Any

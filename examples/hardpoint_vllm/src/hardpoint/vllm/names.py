@@ -254,6 +254,7 @@ PATHS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "v1.engine.exceptions": {"async_engine": ("EngineDeadError", "EngineGenerateError")},
     "v1.engine.llm_engine": {"engines": ("LLMEngine",)},
     "v1.metrics": {},
+    "v1.metrics.loggers": {"helpers": ("LoggingStatLogger", "PrometheusStatLogger")},
     "v1.metrics.reader": {"metrics": _METRICS},
     "version": {"": ("__version__", "__version_tuple__")},
 }

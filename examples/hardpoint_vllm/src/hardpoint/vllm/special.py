@@ -13,6 +13,7 @@ from typing import Any
 from hardpoint.errors import ConfigError
 
 from .arguments import ARGUMENTS, Translated, UnknownArgumentError, size, table, texts
+from .helpers import LoggingStatLogger, PrometheusStatLogger
 
 _log = logging.getLogger("hardpoint.vllm")
 
@@ -217,9 +218,12 @@ def add_stat_loggers(loggers: Sequence[Any], to: Translated) -> None:
                 f"stat_loggers[{index}]: expected a class derived from StatLoggerBase, got "
                 f"{logger!r}; a class reads its own settings in its constructor"
             )
-    references = [_reference(logger) for logger in loggers]
-    to.values["stats.sinks"] = [*to.values.get("stats.sinks", []), *references]
+    sinks = [_SINKS.get(logger) or _reference(logger) for logger in loggers]
+    to.values["stats.sinks"] = list(dict.fromkeys([*to.values.get("stats.sinks", []), *sinks]))
     _enable(_ADAPTER, to)
+
+
+_SINKS: Mapping[type, str] = {LoggingStatLogger: "log", PrometheusStatLogger: "prometheus"}
 
 
 def _kv_transfer(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001

@@ -146,6 +146,11 @@ REACHES = [
         {"reasoning_effort": "low"},
         {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}},
     ),
+    (
+        "chat",
+        {"reasoning_effort": "max"},
+        {"chat_template_kwargs": {"reasoning_effort": "max", "enable_thinking": True}},
+    ),
     ("responses", {"max_output_tokens": 5, "stop": "x"}, {"max_tokens": 5, "stop": "x"}),
     ("responses", {"tools": [FLAT]}, {"tools": PLAIN, "parallel_tool_calls": True}),
     (
@@ -373,7 +378,8 @@ REFUSED = [
         "'image_url'",
     ),
     ("chat", {"messages": []}, "messages", "length >= 1"),
-    ("chat", {"reasoning_effort": "huge"}, "reasoning_effort", '"low"'),
+    ("chat", {"reasoning_effort": "huge"}, "reasoning_effort", '"max"'),
+    ("chat", message_of("user", {"type": "refusal"}), "messages[0].content[0].type", "'refusal'"),
     ("completions", {"prompt": []}, "prompt", "at least one prompt"),
     ("completions", {"prompt": {}}, "prompt", "expected a text"),
     ("completions", {"prompt": ["a", 5]}, "prompt[1]", "expected a text or"),

@@ -19,7 +19,7 @@ from hardpoint.builtin_plugins.server.routes.images import placed_images
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Message(Strict):

@@ -506,8 +506,12 @@ def test_parallel_tool_calls(server, parallel):
     assert {call["index"] for part in parts for call in part} == set(range(1 + parallel))
 
 
-def test_echo_of_content_in_parts(server):
-    parts = [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}]
+REFUSAL = {"type": "refusal", "refusal": "e"}
+
+
+@pytest.mark.parametrize("last", [{"type": "text", "text": "e"}, REFUSAL])
+def test_echo_of_content_in_parts(server, last):
+    parts = [{"type": "text", "text": "on"}, last]
     fields = {
         "messages": [*user("go on"), {"role": "assistant", "content": parts}],
         "continue_final_message": True,

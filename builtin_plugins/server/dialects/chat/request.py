@@ -26,8 +26,9 @@ class Message(Strict):
     """One message of a conversation.
 
     Attributes:
-        content: a text, or parts `{"type": "text", "text": ...}` and, of a model that takes images,
-            `{"type": "image_url", "image_url": {"url": ...}}`.
+        content: a text, or parts `{"type": "text", "text": ...}`; of a model that takes images,
+            also `{"type": "image_url", "image_url": {"url": ...}}`; of the assistant, also
+            `{"type": "refusal", "refusal": ...}`, which is read as a text.
         reasoning, reasoning_content: what the assistant thought; two names of one thing.
         tool_calls: calls that the assistant made.
         tool_call_id: id of the call that a message of role "tool" answers.
@@ -50,9 +51,12 @@ class Message(Strict):
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates have it, with both names of the reasoning."""
+        content = self.content if self.content is not None else ""
+        if self.role == "assistant" and isinstance(content, list):
+            content = list(map(_as_text, content))
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self.content if self.content is not None else "",
+            "content": content,
         }
         if (reasoning := self.reasoning or self.reasoning_content) is not None:
             message["reasoning"] = message["reasoning_content"] = reasoning
@@ -60,6 +64,13 @@ class Message(Strict):
             if getattr(self, name):
                 message[name] = getattr(self, name)
         return message
+
+
+def _as_text(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of an answer; of a refusal, its text."""
+    if part.get("type") == "refusal" and isinstance(text := part.get("refusal"), str):
+        return {"type": "text", "text": text}
+    return part
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -191,13 +202,13 @@ class ChatCompletionRequest(TextFields):
         """Return the text that the answer begins with: of the message that it continues."""
         if not (self.echo and self.continue_final_message):
             return ""
-        before = self.messages[-1].content
+        before: str | list[dict[str, Any]] = self.messages[-1].plain()["content"]
         if isinstance(before, list):  # the engine joins parts so, and refuses others
             return "\n".join(part["text"] for part in before)
-        return before or ""
+        return before
 
     def tools_and_choice(self) -> tuple[list[dict[str, Any]] | None, Any]:
-        """Return the tools without members that are null, and the choice.
+        """Return the tools as chat templates have them, and the choice.
 
         Raises:
             RequestError: the choice is of a tool that the request does not have.

@@ -30,7 +30,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.server import Call, Route
 from hardpoint.typed import Strict
 
-from .chat.request import Effort, Message, plain_messages, plain_tools
+from .chat.request import ChatTool, Effort, Message, plain_messages, plain_tools
 from .tokens import TokenId
 
 
@@ -50,7 +50,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[ChatTool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: Effort | None = None

@@ -131,6 +131,15 @@ def test_items_of_responses_and_blocks_of_messages_are_ignored(strict):
     assert response.headers[HEADER] == "messages[].content[].shade, tools[].eager_x"
 
 
+def test_fields_of_chat_tools_are_ignored_always(strict):
+    function = {"name": "f", "parameters": {"type": "object"}, "returns": {}}
+    tool = {"type": "function", "function": function, "strict": True, "cache_control": {}}
+    for path in (CHAT, "/tokenize"):
+        response = strict.post(path, {"messages": user("hi"), "tools": [tool]})
+        assert response.status_code == 200, response.text
+        assert response.headers[HEADER] == "tools[].strict, tools[].cache_control"
+
+
 def test_arguments_of_plugins_stay_strict(server):
     response = server.post(CHAT, {"messages": user("hi"), "plugin_args": {"zz": {"a": 1}}})
     assert response.status_code == 400

@@ -81,6 +81,18 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return plain
 
 
+class ChatTool(Strict):
+    """A function that the model may call; the engine checks its definition."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as chat templates have it, without members that are null."""
+        function = {name: value for name, value in self.function.items() if value is not None}
+        return {"type": self.type, "function": function}
+
+
 class NamedFunction(Strict):
     """The name of a tool."""
 
@@ -161,7 +173,7 @@ class ChatCompletionRequest(TextFields):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
@@ -217,7 +229,7 @@ class ChatCompletionRequest(TextFields):
         choice = self.tool_choice or "auto"
         if isinstance(choice, str):
             return tools, choice
-        known = [_tool_name(tool) for tool in tools or ()]
+        known = [tool["function"].get("name") for tool in tools or ()]
         if isinstance(choice, NamedTool):
             check_known(choice.function.name, known, "tool_choice.function.name")
             return tools, {"name": choice.function.name}
@@ -225,22 +237,10 @@ class ChatCompletionRequest(TextFields):
             path = f"tool_choice.allowed_tools.tools[{index}].function.name"
             check_known(tool.function.name, known, path)
         names = [tool.function.name for tool in choice.allowed_tools.tools]
-        allowed = [tool for tool in tools or () if _tool_name(tool) in names]
+        allowed = [tool for tool in tools or () if tool["function"].get("name") in names]
         return allowed, choice.allowed_tools.mode
 
 
-def plain_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return tools without their members that are null; None if there are none."""
-    return [_without_nulls(tool) for tool in tools or ()] or None
-
-
-def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
-    members = {name: value for name, value in tool.items() if value is not None}
-    if isinstance(function := members.get("function"), dict):
-        members["function"] = {name: value for name, value in function.items() if value is not None}
-    return members
-
-
-def _tool_name(tool: dict[str, Any]) -> Any:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else None
+def plain_tools(tools: Sequence[ChatTool] | None) -> list[dict[str, Any]] | None:
+    """Return tools as chat templates have them; None if there are none."""
+    return [tool.plain() for tool in tools or ()] or None

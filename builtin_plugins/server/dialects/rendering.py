@@ -12,6 +12,7 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.routes.models import json_response
 from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Route
 from hardpoint.plugins.structured import StructuredOutputs
@@ -20,7 +21,13 @@ from .chat.request import ChatCompletionRequest
 from .chat.route import chat_prompt
 from .tokens import OUTSIDE, GenerateRequest, TokenSampling
 
-_SAMPLING = tuple(name for name in TokenSampling.__struct_fields__ if name not in OUTSIDE)
+# Their counterparts have the values.
+_RESOLVED = ("n_predict", "repeat_penalty")
+_SAMPLING = tuple(
+    name
+    for name in TokenSampling.__struct_fields__
+    if name not in OUTSIDE and name not in _RESOLVED
+)
 
 
 class RenderRoute:
@@ -55,9 +62,10 @@ class RenderRoute:
             )
             if "multi_modal_data" in prompt:
                 raise RequestError("messages: expected texts, because tokens cannot hold images")
-            ids = await engine.model.prompt_tokens(prompt)
             length = engine.config.max_model_len
-            room = length - len(ids) if isinstance(length, int) else None
+            longest = length if isinstance(length, int) else None
+            ids = _last_tokens(body, await engine.model.prompt_tokens(prompt), longest)
+            room = None if longest is None else longest - len(ids)
             rendered = rendered_request(
                 body, ids, model, answer_ids("chatcmpl-", call, body.request_id)[0], room
             )
@@ -89,6 +97,30 @@ class RenderRoute:
         )
         structured = constrained.structured
         return None if structured is None or structured.structural_tag is None else structured
+
+
+def _last_tokens(
+    body: ChatCompletionRequest, token_ids: list[int], max_model_len: int | None
+) -> list[int]:
+    """Return the tokens that `truncate_prompt_tokens` keeps, as the engine truncates prompts.
+
+    Raises:
+        RequestError: it keeps none, or the prompt leaves no room for an answer.
+    """
+    last = body.truncate_prompt_tokens
+    if last == -1 and max_model_len is not None:
+        last = max(max_model_len - (body.max_completion_tokens or body.max_tokens or 1), 1)
+    if last is not None:
+        if last < 1:
+            raise RequestError(
+                "truncate_prompt_tokens: expected at least 1, or -1 to leave room for max_tokens, "
+                f"got {last}"
+            )
+        token_ids = token_ids[-last:]
+    if max_model_len is not None and len(token_ids) >= max_model_len:
+        error = PromptTooLongError.of(len(token_ids), max_model_len, generates=True)
+        raise PromptTooLongError(body.own_names(str(error)))
+    return token_ids
 
 
 def _with_grammar(request: GenerateRequest, structured: StructuredOutputs) -> GenerateRequest:

@@ -10,7 +10,7 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.keyed_server import ALICE, BOB, keyed_server
-from support.scripted_server import server_config
+from support.scripted_server import LENGTH, server_config
 
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.server.dialects.completions.fim import FillInFormat
@@ -59,10 +59,21 @@ def test_an_unknown_route_is_404_whatever_its_content_type_is(server):
 
 
 class TestRender:
-    def test_the_rendered_request_generates_the_same_answer(self, server):
-        fields = {"messages": [{"role": "user", "content": "say abc"}], **GREEDY}
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            GREEDY,
+            {"temperature": 0, "n_predict": 8},
+            {**GREEDY, "repeat_penalty": 1.5},
+            {**GREEDY, "truncate_prompt_tokens": 5},
+            {**GREEDY, "truncate_prompt_tokens": -1, "max_tokens": LENGTH - 5},
+        ],
+        ids=lambda fields: "-".join(fields),
+    )
+    def test_the_rendered_request_generates_the_same_answer(self, server, fields):
+        fields = {"messages": [{"role": "user", "content": "say abc"}], **fields}
         rendered = post(server, "/v1/chat/completions/render", **fields)
-        assert rendered["sampling_params"]["max_tokens"] == 8
+        assert rendered["sampling_params"]["max_tokens"] == fields.get("max_tokens", 8)
         generated = post(server, "/inference/v1/generate", **rendered)
         chat = post(server, "/v1/chat/completions", return_token_ids=True, **fields)
         assert generated["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
@@ -74,6 +85,22 @@ class TestRender:
         length = server.engine.config.max_model_len
         assert rendered["sampling_params"]["max_tokens"] == length - len(rendered["token_ids"])
         assert rendered["sampling_params"]["stop"] == ["x"]
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"messages": [{"role": "user", "content": "x" * LENGTH}]}, "messages: the prompt is"),
+            ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: expected at least 1"),
+            ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, "truncation_side: "),
+            ({"max_tokens": 0}, "max_tokens: expected at least 1"),
+            ({"n_predict": 0}, "n_predict: expected at least 1"),
+            ({"top_logprobs": 2}, "top_logprobs: expected logprobs"),
+        ],
+    )
+    def test_what_the_chat_route_rejects_is_not_rendered(self, server, fields, message):
+        fields = {"messages": [{"role": "user", "content": "hi"}], **fields}
+        for path in ("/v1/chat/completions/render", "/v1/chat/completions"):
+            assert message_of(server, path, **fields).startswith(message)
 
     @pytest.mark.parametrize(
         "choice", ["required", {"type": "function", "function": {"name": "now"}}]

@@ -198,6 +198,10 @@ class ChatCompletionRequest(TextFields):
     def resolved(self) -> Self:
         """Return the request with the counterparts of other servers' fields; see the base."""
         request = super().resolved()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs: expected logprobs to be true with it")
+        if (request.max_completion_tokens or request.max_tokens) == 0:
+            raise RequestError(f"{self.limit_field}: expected at least 1, got 0")
         changes: dict[str, Any] = {}
         if self.reasoning_format == "hidden":
             changes["include_reasoning"] = False

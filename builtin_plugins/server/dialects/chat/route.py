@@ -12,7 +12,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
 )
 from hardpoint.builtin_plugins.server.routes.images import with_owner
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.plugins import RequestError, RequestOutput
+from hardpoint.plugins import RequestOutput
 from hardpoint.plugins.server import Call
 
 from .answer import ChatAnswer, ChatCompletion
@@ -34,11 +34,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
     ) -> tuple[AsyncGenerator[RequestOutput, None], ChatAnswer]:
         """Return the outputs and the answer; see the base."""
         engine, body = self._service.engine, parsed.body
-        if body.top_logprobs and not body.logprobs:
-            raise RequestError("top_logprobs: expected logprobs to be true with it")
         max_tokens = body.max_completion_tokens or body.max_tokens
-        if max_tokens == 0:
-            raise RequestError(f"{body.limit_field}: expected at least 1, got 0")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         fields = {} if max_tokens is None else {"max_tokens": max_tokens}
         params = self._params(body, **fields, logprobs=logprobs)

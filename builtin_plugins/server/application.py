@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Router, WebSocketRoute, compile_path
+from starlette.routing import BaseRoute, Match, Router, WebSocketRoute, compile_path
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -41,11 +41,6 @@ _LONGEST_FOR_OPEN_ROUTES = 1.0
 
 def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaults) -> Router:
     """Return a function that finds the route of a request."""
-    paths = [route.path for route, _ in routes if "{" not in route.path]
-
-    async def not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
-        raise no_route(scope["path"], paths)
-
     routed: list[BaseRoute] = []
     for route, owned in routes:
         endpoint = Endpoint(route) if owned is None else PluginEndpoint(owned, faults)
@@ -54,7 +49,32 @@ def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaul
             routed.append(StarletteRoute(route.path, HandshakeExpected(route), methods=["GET"]))
         else:
             routed.append(StarletteRoute(route.path, endpoint, methods=list(route.methods)))
-    return Router(routed, redirect_slashes=False, default=not_found)
+    unmatched = _Unmatched(routed, [route.path for route, _ in routes if "{" not in route.path])
+    every = StarletteRoute("/{path:path}", unmatched)
+    return Router([*routed, every], redirect_slashes=False, default=unmatched)
+
+
+class _Unmatched:
+    """The answer to a request that no route takes: 405 if the path has one, else 404."""
+
+    def __init__(self, routes: Sequence[BaseRoute], paths: Sequence[str]) -> None:
+        self._routes, self._paths = routes, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Reject the request.
+
+        Raises:
+            AnswerError: always.
+        """
+        methods: set[str] = set()
+        for route in self._routes:  # several routes may have one path
+            if isinstance(route, StarletteRoute) and route.matches(scope)[0] is Match.PARTIAL:
+                methods.update(route.methods or ())
+        if not methods:
+            raise no_route(scope["path"], self._paths)
+        allowed = ", ".join(sorted(methods))
+        message = f"method: expected one of {allowed}, got {scope['method']}"
+        raise AnswerError(405, message, headers={"allow": allowed})
 
 
 class AdminAuthentication:

@@ -228,7 +228,8 @@ class Application:
         self._websockets = [compile_path(r.path)[0] for r, _ in routes if r.websocket]
         self._paths = frozenset(r.path for r in self.routes if "{" not in r.path)
         # Open routes have one form, so that no other path is open.
-        self._with_forms = self._paths.difference(service.settings.open_routes)
+        self._open = frozenset(service.settings.open_routes)
+        self._with_forms = self._paths - self._open
         self._patterns = [compile_path(route.path)[0] for route in self.routes]
         self._body_types = [
             (compile_path(route.path)[0], route.body_types)
@@ -287,25 +288,31 @@ class Application:
     def _canonical(self, path: str) -> str:
         """Return the route's own path for one with a trailing slash, without `/v1` or with two.
 
-        Authentication and router see that one path. Only the paths of routes that need a key
-        and have no parameters have such forms.
+        Authentication and router see that one path. Only the paths of routes that need a key have
+        such forms. A path with parameters has no form with a second `/v1`.
         """
         if path in self._paths:
             return path
         bare = path.rstrip("/")
         if bare in self._with_forms:
             return bare
-        if self._is_admin or any(pattern.match(path) for pattern in self._patterns):
+        if self._is_admin or self._has_route(path):
             return path
         forms = (f"/v1{bare}", bare.removeprefix("/v1"))
-        return next((form for form in forms if form in self._with_forms), path)
+        if (form := next((form for form in forms if form in self._with_forms), None)) is not None:
+            return form
+        forms = (bare, f"/v1{bare}")
+        return next((f for f in forms if self._has_route(f) and f not in self._open), path)
+
+    def _has_route(self, path: str) -> bool:
+        return any(pattern.match(path) for pattern in self._patterns)
 
     def _body_types_of(self, path: str) -> Collection[str] | None:
         """Return the media types that bodies may have; None if there is no such route."""
         for pattern, types in self._body_types:
             if pattern.match(path):
                 return types
-        if path in self._paths or any(pattern.match(path) for pattern in self._patterns):
+        if path in self._paths or self._has_route(path):
             return JSON
         return None
 

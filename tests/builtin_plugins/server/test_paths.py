@@ -43,12 +43,37 @@ def test_forms_of_the_list_of_models(fake, path):
     assert fake.client.get(path).json()["object"] == "list"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/chat/completions", "/models"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/models/nobody", "model"),
+        ("/responses/resp_a", "response_id"),
+        ("/v1/conversations/conv_a/", None),
+        ("/conversations/conv_a/items/msg_a", None),
+    ],
+)
+def test_forms_of_a_path_with_parameters(fake, path, field):
+    error = fake.client.get(path).json()["error"]
+    assert error["param"] == field
+    assert not error["message"].startswith("path: ")  # the route is known
+
+
+def test_a_wrong_method_gets_the_methods_of_all_routes_of_the_path(fake):
+    answer = fake.client.put("/v1/conversations/conv_a")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET, HEAD, POST")
+    assert answer.json()["error"]["message"].startswith("method: expected one of DELETE, GET")
+    assert fake.client.put("/v1/chat/completions").headers["allow"] == "POST"
+
+
+PATHS = ["/v1/chat/completions/", "/chat/completions", "/models", "/models/a", "/responses/a/"]
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_every_form_needs_the_key(keyed, path):
     body = {"messages": user("hi")}
     assert keyed.client.post(path, json=body).status_code == 401
     headers = {"authorization": f"Bearer {KEY}"}
-    expected = 405 if path == "/models" else 200
+    expected = 200 if "chat" in path else 404 if "responses" in path else 405
     assert keyed.client.post(path, json=body, headers=headers).status_code == expected
 
 

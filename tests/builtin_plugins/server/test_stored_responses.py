@@ -229,9 +229,10 @@ def test_input_items_come_in_pages(server, client):
     texts = [{"role": "user", "content": text} for text in "abcde"]
     made = client.responses.create(input=texts, max_output_tokens=2)
     newest = client.responses.input_items.list(made.id, limit=2)
-    assert [item.content for item in newest.data] == ["e", "d"]
+    assert [item.content[0].text for item in newest.data] == ["e", "d"]
     assert newest.has_more
-    assert [item.content for item in newest] == [*"edcba"]
+    assert [item.content[0].text for item in newest] == [*"edcba"]
+    assert {(item.status, item.content[0].type) for item in newest} == {("completed", "input_text")}
     for query, message in (
         ("limit=0", "limit: expected a whole number from 1 to 100, got '0'"),
         ("after=x", "after: expected the id of an item, got 'x'"),

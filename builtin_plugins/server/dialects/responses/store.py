@@ -98,18 +98,12 @@ class StoreClient:
         return await run(self._owned, "response store", function, *arguments, may_refuse=True)
 
 
-def item_record(item: InputItem) -> dict[str, Any]:
-    """Return an item as it is stored, with an id."""
+def complete_record(item: InputItem) -> dict[str, Any]:
+    """Return an item as it is stored, with the fields that OpenAI's answers always have."""
     fields: dict[str, Any] = msgspec.to_builtins(item)
     record = {name: value for name, value in fields.items() if value is not None}
     if "id" not in record:
         record["id"] = new_id(_PREFIXES[type(item)])
-    return record
-
-
-def complete_record(item: InputItem) -> dict[str, Any]:
-    """Return an item as it is stored, with the fields that OpenAI's answers always have."""
-    record = item_record(item)
     if record["type"] == "compaction":
         return record
     record = {"status": "completed", **record}

@@ -20,7 +20,7 @@ from hardpoint.typed import convert, shown
 
 from .input import InputItem
 from .objects import ResponseObject
-from .store import StoreClient, item_record
+from .store import StoreClient, complete_record
 
 _ID = re.compile(r"resp_[\x21-\x7e]{1,128}")
 _MOST_ITEMS = 100
@@ -217,7 +217,7 @@ class StoredResponses:
         """
         stored = Stored(
             response=msgspec.Raw(msgspec.json.encode(response)),
-            input=[item_record(item) for item in items],
+            input=[complete_record(item) for item in items],
             session=session,
             retain_seconds=retain_seconds,
         )

@@ -253,6 +253,7 @@ class TestCohere:
             ({"texts": ["a"], "truncate": "MIDDLE"}, "truncate: "),
             ({"images": ["data:"]}, "images: not supported"),
             ({"texts": ["a"], "embedding_types": ["int4"]}, "embedding_types[0]: "),
+            ({"texts": ["a"], "output_dimension": 1}, "output_dimension: expected none"),
         ],
     )
     def test_wrong_requests_are_rejected(self, server, fields, message):

@@ -137,7 +137,14 @@ class VectorRoutes:
                 await self._pooler.add_prefix(inputs, "purpose", purpose)
             if body.truncate == "END":
                 inputs = await self._pooler.without_ends(inputs)
-            outputs = await self._pooler.pool(call, fields, inputs, params)
+            try:
+                outputs = await self._pooler.pool(call, fields, inputs, params)
+            except RequestError as error:
+                message = str(error)
+                if not message.startswith("dimensions:"):
+                    raise
+                message = message.replace("dimensions", "output_dimension", 1)
+                raise RequestError(message) from None
             usage = usage_of(outputs)
             name, _ = answer_ids("embd-", call, None)
             texts_in_order = list(texts.values())

@@ -232,7 +232,8 @@ class StatusRoutes:
         name = request.path_params["model"]
         if not name:
             raise no_route(request.url.path, ["/v1/models"])
-        served = next((model for model in await self._models() if model.id == name), None)
+        models = {model.id: model for model in await self._models()}
+        served = models.get(name) or models.get(name.rstrip("/"))
         if served is None:
             raise await self._service.no_model_or_adapter(name)
         return json_response(served)

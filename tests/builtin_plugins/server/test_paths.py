@@ -58,6 +58,11 @@ def test_forms_of_a_path_with_parameters(fake, path, field):
     assert not error["message"].startswith("path: ")  # the route is known
 
 
+def test_the_name_of_a_model_may_have_a_slash_after_it(fake):
+    name = fake.client.get("/v1/models").json()["data"][0]["id"]
+    assert fake.client.get(f"/models/{name}/").json()["id"] == name
+
+
 def test_a_wrong_method_gets_the_methods_of_all_routes_of_the_path(fake):
     answer = fake.client.put("/v1/conversations/conv_a")
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET, HEAD, POST")

@@ -40,8 +40,7 @@ class CompatibilityFields(Strict):
 
     Attributes:
         repeat_penalty: `repetition_penalty` (llama.cpp, Ollama).
-        n_predict: maximum length of the answer (llama.cpp); -1 is the rest of the context, in
-            routes where that is the default.
+        n_predict: maximum length of the answer (llama.cpp); -1 is the rest of the context.
         best_of: must be `n`: all completions are returned.
         regex, ebnf, json_schema: parts of `structured_outputs` (SGLang); `ebnf` is `grammar` there.
         grammar: a grammar in GBNF (llama.cpp).
@@ -124,11 +123,9 @@ class CompatibilityFields(Strict):
         names = [name for name in _LENGTHS if name in self.__struct_fields__]
         for name in names:
             self._check_alone("n_predict", name)
-        if length >= 0:
-            return {"max_output_tokens" if "max_output_tokens" in names else "max_tokens": length}
-        if "messages" in self.__struct_fields__ or "input" in self.__struct_fields__:
+        if length < 0:
             return {}
-        raise RequestError("n_predict: expected at least 0, got -1; give the number of tokens")
+        return {"max_output_tokens" if "max_output_tokens" in names else "max_tokens": length}
 
     def _check_alone(self, name: str, counterpart: str) -> None:
         if getattr(self, counterpart) not in (None, UNSET):

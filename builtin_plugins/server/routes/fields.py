@@ -160,6 +160,8 @@ class GenerationFields(CompatibilityFields):
             RequestError: a field is wrong, or more than the server allows.
         """
         check_limits(self, limits)
+        if self.n_predict == -1:
+            defaults = defaults.for_chat()
         same_fields = {name: getattr(self, name, UNSET) for name in _SAME_NAME}
         same_fields = {name: value for name, value in same_fields.items() if value is not UNSET}
         if self.logit_bias is not UNSET:

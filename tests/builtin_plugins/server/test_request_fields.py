@@ -236,7 +236,7 @@ NO_BUDGET = {"thinking_token_budget": None}
 REACHES += [
     (GENERATING, {"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
     ("chat completions responses generate", {"n_predict": 7}, {"max_tokens": 7}),
-    ("chat responses", {"n_predict": -1}, {"max_tokens": None}),
+    ("chat completions responses generate", {"n_predict": -1}, {"max_tokens": None}),
     (GENERATING, {"best_of": 1}, {}),
     ("chat completions generate", {"best_of": 2, "n": 2}, {"n": 2}),
     (GENERATING, {"regex": "a+"}, {"regex": "a+"}),
@@ -309,7 +309,7 @@ REFUSED = [
     ("responses", {"n_predict": 3, "max_output_tokens": 3}, None, "got both"),
     ("messages", {"n_predict": 3}, "n_predict", "use max_tokens"),
     ("messages", {"thread": {"type": "create"}}, "thread", "thread=False"),
-    ("completions generate", {"n_predict": -1}, "n_predict", "at least 0"),
+    ("completions generate", {"n_predict": -2}, "n_predict", ">= -1"),
     ("chat completions", {"n_predict": 0}, "n_predict", "at least 1"),
     ("responses generate", {"n_predict": 0}, "n_predict", ">= 1"),
     ("chat completions", {"n_predict": 2, "min_tokens": 5}, "min_tokens", "n_predict"),

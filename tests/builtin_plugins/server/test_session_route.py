@@ -103,6 +103,12 @@ def test_each_answer_is_part_of_the_next_prompt(server):
         assert done["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
+def test_a_turn_may_have_the_rest_of_the_context(server):
+    with talking(server) as talk:
+        text, done = talk.ask("loop", temperature=0, n_predict=-1)
+        assert (text, done["finish_reason"]) == ("na" * 200, "stop")
+
+
 def test_the_earlier_path_works_and_warns_once(server, caplog):
     for _ in range(2):
         with talking(server, path="/v1/conversations") as talk:

@@ -27,6 +27,7 @@ REPLIES = {
     "user: think\nassistant: ": "<think>so it is</think>yes",
     f"tools: {json.dumps([WEATHER])}\nuser: weather\nassistant: ": "I look. " + CALL,
     "say abc": " abc abc abc",
+    "loop": "na" * 40,
 }
 CONFIG = {
     "plugins": {"enable": ["ollama"]},
@@ -76,6 +77,15 @@ def test_num_predict_limits_the_answer(server):
     assert (answer["message"]["content"], answer["done_reason"]) == ("he", "length")
 
 
+@pytest.mark.parametrize("limit", [{}, {"num_predict": 0}, {"num_predict": -1}])
+def test_without_num_predict_an_answer_is_whole(server, limit):
+    options = {"temperature": 0, **limit}
+    body = {"model": "scripted", "prompt": "loop", "raw": True, "options": options}
+    answer = server.ask("/api/generate", {**body, "stream": False}).json()
+    assert (answer["response"], answer["done_reason"]) == ("na" * 40, "stop")
+    assert chat(server, stream=False, options=options).json()["message"]["content"] == "hello"
+
+
 def test_options_of_memory_and_unknown_fields_are_ignored(server):
     options = {"temperature": 0, "num_ctx": 8192, "num_gpu": 1, "mirostat": 0, "typical_p": 1.0}
     answer = chat(server, stream=False, options=options, keep_alive="5m", surprise=1).json()
@@ -95,6 +105,7 @@ def test_tool_calls_have_objects_as_arguments(server):
     function = call["message"]["tool_calls"][0]["function"]
     assert function == {"index": 0, "name": "get_weather", "arguments": {"city": "Paris"}}
     assert last["done_reason"] == "stop"
+    assert last["eval_duration"] > 0
 
 
 @pytest.mark.parametrize("name", [{"tool_name": "get_weather"}, {}])
@@ -136,6 +147,28 @@ def test_requests_without_a_prompt_load_the_model(server):
     for path, empty in (("/api/chat", {"messages": []}), ("/api/generate", {})):
         answer = server.ask(path, {"model": "scripted:latest", **empty}).json()
         assert (answer["done"], answer["done_reason"]) == (True, "load")
+    assert server.ask("/api/embed", {"model": "scripted", "input": ""}).json()["embeddings"] == []
+    empty = server.ask("/api/embeddings", {"model": "scripted", "prompt": ""}).json()
+    assert empty == {"embedding": []}
+
+
+ERRORS = [
+    ("/api/chat", {"model": "other"}, 404),
+    ("/api/generate", {"model": "other"}, 404),
+    ("/api/embed", {"model": "other", "input": ""}, 404),
+    ("/api/embeddings", {"model": "other", "prompt": ""}, 404),
+    ("/api/show", {}, 400),
+    ("/api/chat", [], 400),
+    ("/api/generate", {"model": "scripted", "options": {"stop": 1}}, 400),
+    ("/api/tags", {}, 405),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), ERRORS)
+def test_errors_are_texts(server, path, body, status):
+    answer = server.ask(path, body)
+    assert answer.status == status
+    assert isinstance(answer.json()["error"], str)
 
 
 def test_names_may_have_the_tag_latest(server):
@@ -174,8 +207,9 @@ def test_embeddings_are_those_of_the_servers_route(server):
     assert refused.json()["error"].startswith("dimensions: ")
 
 
-def test_thoughts_are_apart(server):
-    answer = chat(server, "think", stream=False).json()
+@pytest.mark.parametrize("think", [None, True, "low", "max"])
+def test_thoughts_are_apart(server, think):
+    answer = chat(server, "think", stream=False, think=think).json()
     assert answer["message"] == {"role": "assistant", "content": "yes", "thinking": "so it is"}
 
 

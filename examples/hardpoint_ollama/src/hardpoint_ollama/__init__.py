@@ -28,9 +28,9 @@ class Ollama:
     def server_extensions(self, server: ServerContext) -> Sequence[ServerExtension]:
         """Return the routes, and the middleware that receives the application."""
         forwarding = Forwarding()
-        return [
-            forwarding.middleware(),
+        routes = [
             *Generation(server, forwarding).routes(),
             *Vectors(server, forwarding).routes(),
             *Models(server, forwarding).routes(),
         ]
+        return [forwarding.middleware(routes), *routes]

@@ -15,7 +15,8 @@ class Options(msgspec.Struct, kw_only=True):
     """Sampling parameters; options of the model's memory and threads are ignored.
 
     Attributes:
-        num_predict: maximum length of the answer; below 0 it is the rest of the context.
+        num_predict: maximum length of the answer; without it, or if it is not above 0, the answer
+            has the rest of the context.
         repeat_penalty: `repetition_penalty`.
         repeat_last_n: 0 turns the penalty off; another value penalizes all tokens.
     """
@@ -84,7 +85,7 @@ class TextRequest(msgspec.Struct, kw_only=True):
         stream: send the answer as it comes, one JSON object in a line.
         format: "json", or a JSON schema of the answer.
         options: sampling parameters.
-        think: whether the model thinks, or how much: "low", "medium" or "high".
+        think: whether the model thinks, or how much: "low", "medium", "high" or "max".
         keep_alive: ignored: the model stays loaded.
         logprobs: whether the answer holds log-probabilities.
         top_logprobs: number of alternatives per position.

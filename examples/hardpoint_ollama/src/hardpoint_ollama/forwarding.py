@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,13 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.plugins import RequestError
-from hardpoint.plugins.server import Middleware
+from hardpoint.plugins.server import Middleware, Route
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Scope, Send
-
-Endpoint = Callable[[Request], Awaitable[Response]]
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 def error_answer(status: int, message: str) -> Response:
@@ -32,24 +29,12 @@ def json_answer(content: Any, status: int = 200) -> Response:
 
 
 def error_text(body: bytes) -> str:
-    """Return the message of an error of the server's own routes."""
+    """Return the message of an error of the server's own routes, or of Ollama's."""
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])
+        error = msgspec.json.decode(body)["error"]
+        return error if isinstance(error, str) else str(error["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return body.decode(errors="replace")
-
-
-def with_errors(endpoint: Endpoint) -> Endpoint:
-    """Answer a wrong request with an error as Ollama has it."""
-
-    @functools.wraps(endpoint)
-    async def wrapped(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except RequestError as error:
-            return error_answer(400, str(error))
-
-    return wrapped
 
 
 class Forwarding:
@@ -59,13 +44,24 @@ class Forwarding:
         """Wait for the application."""
         self._app: ASGIApp | None = None
 
-    def middleware(self) -> Middleware:
-        """Return a middleware without effects, which receives the application."""
-        return Middleware(wrap=self._wrap)
+    def middleware(self, routes: Sequence[Route]) -> Middleware:
+        """Return a middleware that receives the application.
 
-    def _wrap(self, app: ASGIApp) -> ASGIApp:
+        Errors of routes get the form that Ollama's clients read.
+
+        Args:
+            routes: routes of Ollama's API.
+        """
+        return Middleware(wrap=functools.partial(self._wrap, {route.path for route in routes}))
+
+    def _wrap(self, paths: Set[str], app: ASGIApp) -> ASGIApp:
         self._app = app
-        return app
+
+        async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+            is_own = scope["type"] == "http" and scope["path"] in paths
+            await app(scope, receive, _ErrorConverter(send) if is_own else send)
+
+        return wrapped
 
     async def forward(self, request: Request, path: str, body: Any, send: Send) -> None:
         """Send a JSON body to another route of the server as the same client.
@@ -102,6 +98,11 @@ class Forwarding:
         if "refused" in state:
             request.scope["state"]["refused"] = state["refused"]
 
+    async def check_model(self, request: Request, name: str) -> Response | None:
+        """Return the error for the name of a model or adapter that the server does not have."""
+        status, answer = await self.fetch(request, f"/v1/models/{name}", None)
+        return None if status == 200 else error_answer(status, error_text(answer))
+
     async def fetch(self, request: Request, path: str, body: Any) -> tuple[int, bytes]:
         """Return the status and the body of another route's answer."""
         status, parts = 500, []
@@ -115,6 +116,29 @@ class Forwarding:
 
         await self.forward(request, path, body, send)
         return status, b"".join(parts)
+
+
+class _ErrorConverter:
+    """Passes an answer on; an error becomes `{"error": "..."}`."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        """Pass a message on; the messages of an error wait for its end."""
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._start = message
+        elif self._start is None:
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                answer = error_answer(self._start["status"], error_text(self._body))
+                others = [h for h in self._start["headers"] if not h[0].startswith(b"content-")]
+                await self._send({**self._start, "headers": [*answer.raw_headers, *others]})
+                await self._send({"type": "http.response.body", "body": answer.body})
 
 
 def _headers(request: Request, length: int) -> list[tuple[bytes, bytes]]:

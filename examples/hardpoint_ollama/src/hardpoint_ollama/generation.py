@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.plugins.server import Route, ServerContext
 
 from .fields import ChatRequest, GenerateRequest, TextRequest
-from .forwarding import Forwarding, json_answer, with_errors
+from .forwarding import Forwarding, json_answer
 from .lines import AnswerLines, TextAnswer
 from .mapping import chat_body, generate_body
 from .names import served_name
@@ -30,14 +30,14 @@ class Generation:
         return [
             Route(
                 path="/api/chat",
-                endpoint=with_errors(self.chat),
+                endpoint=self.chat,
                 methods=("POST",),
                 summary="Answer a conversation (Ollama).",
                 request_type=ChatRequest,
             ),
             Route(
                 path="/api/generate",
-                endpoint=with_errors(self.generate),
+                endpoint=self.generate,
                 methods=("POST",),
                 summary="Answer a prompt (Ollama).",
                 request_type=GenerateRequest,
@@ -48,14 +48,16 @@ class Generation:
         """Answer a conversation."""
         body = await self._server.read(request, ChatRequest)
         if not body.messages:
-            return self._loaded(body, {"message": {"role": "assistant", "content": ""}})
+            return await self._loaded(
+                request, body, {"message": {"role": "assistant", "content": ""}}
+            )
         return self._answer(body, "/v1/chat/completions", chat_body(body), is_chat=True)
 
     async def generate(self, request: Request) -> Response:
         """Answer a prompt."""
         body = await self._server.read(request, GenerateRequest)
         if not (body.prompt or body.images or body.suffix):
-            return self._loaded(body, {"response": ""})
+            return await self._loaded(request, body, {"response": ""})
         return self._answer(body, *generate_body(body), is_chat=False)
 
     def _answer(
@@ -67,8 +69,12 @@ class Generation:
             self._server, self._forwarding, path, content, lines, is_stream=body.stream
         )
 
-    def _loaded(self, body: TextRequest, content: dict[str, Any]) -> Response:
+    async def _loaded(
+        self, request: Request, body: TextRequest, content: dict[str, Any]
+    ) -> Response:
         """Return the answer to a request without a prompt, which loads the model at Ollama."""
-        self._server.model(served_name(self._server, body.model))
+        name = served_name(self._server, body.model)
+        if (error := await self._forwarding.check_model(request, name)) is not None:
+            return error
         lines = AnswerLines(body.model, is_chat="message" in content)
         return json_answer({**lines.head(), **content, "done": True, "done_reason": "load"})

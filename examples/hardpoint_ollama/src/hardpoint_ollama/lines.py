@@ -64,8 +64,9 @@ class AnswerLines:
             thinking, logprobs = delta.get("reasoning") or "", choice.get("logprobs")
             for call in delta.get("tool_calls") or ():
                 self._add_call(call)
-            if text or thinking:
+            if text or thinking or delta.get("tool_calls"):
                 self._first = self._first or time.perf_counter_ns()
+            if text or thinking:
                 objects.append(self._part(text, thinking, logprobs))
             self._reason = choice.get("finish_reason") or self._reason
         return objects

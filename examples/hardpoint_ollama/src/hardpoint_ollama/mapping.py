@@ -20,7 +20,7 @@ _SAME_NAME = (
     "frequency_penalty",
     "stop",
 )
-_EFFORTS = ("low", "medium", "high")
+_EFFORTS = ("low", "medium", "high", "max")
 _SIGNATURES = {
     "/9j/": "image/jpeg",
     "iVBORw0KGgo": "image/png",
@@ -96,8 +96,8 @@ def _common(request: TextRequest) -> dict[str, Any]:
 
 def _sampling(options: Options) -> dict[str, Any]:
     body = {name: getattr(options, name) for name in _SAME_NAME}
-    if options.num_predict is not None and options.num_predict >= 0:
-        body["max_tokens"] = options.num_predict
+    limit = options.num_predict or 0
+    body["n_predict"] = limit if limit > 0 else -1
     if options.repeat_last_n != 0:
         body["repetition_penalty"] = options.repeat_penalty
     if options.typical_p is not None and options.typical_p < 1:

@@ -13,7 +13,7 @@ from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Route, ServerContext
 
 from .fields import ShowRequest
-from .forwarding import Forwarding, error_answer, error_text, json_answer, with_errors
+from .forwarding import Forwarding, error_answer, error_text, json_answer
 from .names import served_name
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ class Models:
         return [
             Route(
                 path="/api/show",
-                endpoint=with_errors(self.show),
+                endpoint=self.show,
                 methods=("POST",),
                 summary="Describe a model (Ollama).",
                 request_type=ShowRequest,
                 is_counted=False,
             ),
             *(
-                Route(path=path, endpoint=with_errors(run), summary=summary, is_counted=False)
+                Route(path=path, endpoint=run, summary=summary, is_counted=False)
                 for path, (run, summary) in gets.items()
             ),
         ]

@@ -11,7 +11,7 @@ import msgspec
 from hardpoint.plugins.server import Route, ServerContext
 
 from .fields import EmbeddingsRequest, EmbedRequest
-from .forwarding import Forwarding, error_answer, error_text, json_answer, with_errors
+from .forwarding import Forwarding, error_answer, error_text, json_answer
 from .names import served_name
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ class Vectors:
         return [
             Route(
                 path="/api/embed",
-                endpoint=with_errors(self.embed),
+                endpoint=self.embed,
                 methods=("POST",),
                 summary="Embed texts (Ollama).",
                 request_type=EmbedRequest,
             ),
             Route(
                 path="/api/embeddings",
-                endpoint=with_errors(self.embeddings),
+                endpoint=self.embeddings,
                 methods=("POST",),
                 summary="Embed a text (Ollama, older).",
                 request_type=EmbeddingsRequest,
@@ -50,7 +50,10 @@ class Vectors:
         begin = time.perf_counter_ns()
         body = await self._server.read(request, EmbedRequest)
         if not body.input:
-            return json_answer({"model": body.model, "embeddings": []})
+            error = await self._forwarding.check_model(
+                request, served_name(self._server, body.model)
+            )
+            return error or json_answer({"model": body.model, "embeddings": []})
         content: dict[str, Any] = {"model": body.model, "input": body.input}
         if body.dimensions:
             content["dimensions"] = body.dimensions
@@ -71,6 +74,11 @@ class Vectors:
     async def embeddings(self, request: Request) -> Response:
         """Embed a text."""
         body = await self._server.read(request, EmbeddingsRequest)
+        if not body.prompt:
+            error = await self._forwarding.check_model(
+                request, served_name(self._server, body.model)
+            )
+            return error or json_answer({"embedding": []})
         content = {"model": body.model, "input": body.prompt}
         status, answer = await self._fetch(request, content)
         if status != 200:

@@ -246,6 +246,25 @@ def test_openapi_has_the_routes(server):
     assert "post" in paths["/v1/responses/compact"]
 
 
+def test_input_may_be_left_out_if_the_conversation_has_items(server, client):
+    items = [{"role": "user", "content": "say abc"}]
+    made = client.conversations.create(items=items)
+    counted = client.responses.input_tokens.count(conversation=made.id)
+    first = client.responses.create(conversation=made.id, **GREEDY)
+    same = client.responses.create(input="say abc", **GREEDY)
+    assert first.output_text == same.output_text
+    assert counted.input_tokens == first.usage.input_tokens == same.usage.input_tokens
+    roles = [item.role for item in client.conversations.items.list(made.id, order="asc")]
+    assert roles == ["user", "assistant"]
+    assert client.responses.create(previous_response_id=first.id, **GREEDY).status
+    empty = client.conversations.create()
+    for fields in ({}, {"conversation": empty.id}, {"input": []}):
+        headers = {"authorization": f"Bearer {ALICE}"}
+        for path in ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"):
+            answer = server.post(path, fields, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
 class TestCompaction:
     def test_user_messages_and_a_summary_replace_a_conversation(self, client):
         first = client.responses.create(input="say abc", **GREEDY)

@@ -28,11 +28,8 @@ class CompactRequest(ResponsesRequest):
     """A conversation to compact.
 
     Attributes:
-        input: its items; may be left out with `previous_response_id` or `conversation`.
         max_output_tokens: maximum length of the summary with its reasoning.
     """
-
-    input: str | list[InputItem] = []
 
 
 class OutputCompaction(msgspec.Struct, tag_field="type", tag="compaction", kw_only=True):

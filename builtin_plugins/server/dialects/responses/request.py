@@ -155,7 +155,8 @@ class ResponsesRequest(GenerationFields):
     """A conversation to answer.
 
     Attributes:
-        input: a text of the user, or items: messages, calls, their results, and reasoning.
+        input: a text of the user, or items: messages, calls, their results, and reasoning. It may
+            be left out with `previous_response_id` or `conversation`.
         instructions: the system message.
         max_output_tokens: maximum length of the answer with its reasoning.
         include: "message.output_text.logprobs" asks for log-probabilities; other names with a dot,
@@ -191,7 +192,7 @@ class ResponsesRequest(GenerationFields):
         "prompt": "there are no stored prompts; send instructions and input",
     }
 
-    input: str | Annotated[list[InputItem], Meta(min_length=1)]
+    input: str | list[InputItem] = []
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     text: TextOptions = TextOptions()

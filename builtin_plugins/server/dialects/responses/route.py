@@ -249,10 +249,15 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
 
         Raises:
             AnswerError: there is no such response or conversation.
-            RequestError: nothing is stored, or the conversation has too many items.
+            RequestError: nothing is stored, or the conversation has no items or too many.
         """
         body, store = parsed.body, self._store
         history = await self._history(parsed.call.client, body)
+        if not history.items and not body.items():
+            raise RequestError(
+                "input: expected a text or at least one item, unless previous_response_id or "
+                "conversation has some"
+            )
         if store is None:
             return (), body
         session, seconds = body.session, body.retain_seconds

@@ -13,7 +13,7 @@ from hardpoint.typed import shown
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 _NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(?:, ?[A-Za-z0-9-]{1,64}){0,63}")
-_READABLE = b"x-request-id, retry-after"
+_READABLE = b"x-request-id, retry-after, x-should-retry, x-hardpoint-ignored-fields"
 _METHODS = b"GET, POST, DELETE"
 _AGE = b"600"
 

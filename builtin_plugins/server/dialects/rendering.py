@@ -13,7 +13,7 @@ from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.routes.models import json_response
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import PromptTooLongError
-from hardpoint.plugins import RequestError
+from hardpoint.plugins import RequestError, SamplingParams
 from hardpoint.plugins.server import Route
 from hardpoint.plugins.structured import StructuredOutputs
 
@@ -56,7 +56,7 @@ class RenderRoute:
         model, _ = await self._service.model(body.model)
 
         async def work() -> GenerateRequest:
-            engine = self._service.engine
+            engine, params = self._service.engine, self._params(body)
             prompt = await engine.model.apply_chat_template(
                 **chat_prompt(self._service, call, body)
             )
@@ -64,19 +64,34 @@ class RenderRoute:
                 raise RequestError("messages: expected texts, because tokens cannot hold images")
             length = engine.config.max_model_len
             longest = length if isinstance(length, int) else None
-            ids = _last_tokens(body, await engine.model.prompt_tokens(prompt), longest)
-            room = None if longest is None else longest - len(ids)
+            ids = await engine.model.prompt_tokens(prompt)
+            ids = _last_tokens(body, ids, longest, params.max_tokens)
+            limit = params.max_tokens
+            if longest is not None:
+                room = longest - len(ids)
+                limit = min(limit or room, room)
             rendered = rendered_request(
-                body, ids, model, answer_ids("chatcmpl-", call, body.request_id)[0], room
+                body, ids, model, answer_ids("chatcmpl-", call, body.request_id)[0], limit
             )
-            if (structured := await self._grammar_of_calls(body, prompt)) is not None:
+            if (structured := await self._grammar_of_calls(body, prompt, params)) is not None:
                 rendered = _with_grammar(rendered, structured)
             return rendered
 
         return json_response(await self._service.run(request, work))
 
+    def _params(self, body: ChatCompletionRequest) -> SamplingParams:
+        """Return the parameters with which the chat route answers a request.
+
+        Raises:
+            RequestError: a field is wrong, or more than the server allows.
+        """
+        limit = body.max_completion_tokens or body.max_tokens
+        fields = {} if limit is None else {"max_tokens": limit}
+        defaults = self._service.engine.model.default_sampling_params().for_chat()
+        return body.sampling_params(defaults, self._service.settings.limits, **fields)
+
     async def _grammar_of_calls(
-        self, body: ChatCompletionRequest, prompt: Mapping[str, Any]
+        self, body: ChatCompletionRequest, prompt: Mapping[str, Any], params: SamplingParams
     ) -> StructuredOutputs | None:
         """Return the grammar of calls that are required or strict; None if the model is free.
 
@@ -86,9 +101,7 @@ class RenderRoute:
         tools, choice = body.tools_and_choice()
         if not tools or choice == "none":
             return None
-        engine_model, limits = self._service.engine.model, self._service.settings.limits
-        params = body.sampling_params(engine_model.default_sampling_params().for_chat(), limits)
-        constrained = await engine_model.constrained_params(
+        constrained = await self._service.engine.model.constrained_params(
             prompt,
             params,
             tools=tools,
@@ -100,16 +113,22 @@ class RenderRoute:
 
 
 def _last_tokens(
-    body: ChatCompletionRequest, token_ids: list[int], max_model_len: int | None
+    body: ChatCompletionRequest,
+    token_ids: list[int],
+    max_model_len: int | None,
+    max_tokens: int | None,
 ) -> list[int]:
     """Return the tokens that `truncate_prompt_tokens` keeps, as the engine truncates prompts.
+
+    Args:
+        max_tokens: maximum length of the answer; None is the rest of the context.
 
     Raises:
         RequestError: it keeps none, or the prompt leaves no room for an answer.
     """
     last = body.truncate_prompt_tokens
     if last == -1 and max_model_len is not None:
-        last = max(max_model_len - (body.max_completion_tokens or body.max_tokens or 1), 1)
+        last = max(max_model_len - (max_tokens or 1), 1)
     if last is not None:
         if last < 1:
             raise RequestError(
@@ -143,7 +162,7 @@ def rendered_request(
     Args:
         token_ids: tokens of the conversation by the chat template.
         model: name of the model or adapter.
-        max_tokens: default maximum length of the answer: the rest of the context.
+        max_tokens: maximum length of the answer.
     """
     fields: dict[str, Any] = {}
     for name in _SAMPLING:
@@ -151,9 +170,8 @@ def rendered_request(
         if value is not msgspec.UNSET:
             fields[name] = value
     fields["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-    limit = body.max_completion_tokens or body.max_tokens or max_tokens
-    if limit is not None:
-        fields["max_tokens"] = limit
+    if max_tokens is not None:
+        fields["max_tokens"] = max_tokens
     names = set(GenerateRequest.__struct_fields__) & set(OUTSIDE) - {"model", "request_id"}
     return GenerateRequest(
         token_ids=list(token_ids),

@@ -95,6 +95,8 @@ class TestRender:
             ({"max_tokens": 0}, "max_tokens: expected at least 1"),
             ({"n_predict": 0}, "n_predict: expected at least 1"),
             ({"top_logprobs": 2}, "top_logprobs: expected logprobs"),
+            ({"n": 1000}, "n: expected at most 128 on this server"),
+            ({"stream_options": {"include_usage": True}}, "stream_options: expected stream"),
         ],
     )
     def test_what_the_chat_route_rejects_is_not_rendered(self, server, fields, message):

@@ -23,6 +23,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
 )
 from hardpoint.builtin_plugins.server.routes.images import with_owner
 from hardpoint.builtin_plugins.server.routes.models import json_response
+from hardpoint.builtin_plugins.server.routes.request_limits import check_limits
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import (
     RequestError,
@@ -196,6 +197,7 @@ class TokenRoutes:
 
     async def _tokens(self, call: Call, body: TokenizeRequest) -> list[int]:
         engine = self._service.engine
+        check_limits(body, self._service.settings.limits)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt and messages: expected one of them")
         if body.prompt is not None:

@@ -74,8 +74,8 @@ def _amounts(body: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
 
     return [
         ("n", limits.n, number("n")),
-        ("logprobs", limits.logprobs, number("logprobs")),
         ("top_logprobs", limits.logprobs, number("top_logprobs")),
+        ("logprobs", limits.logprobs, number("logprobs")),
         ("prompt_logprobs", limits.logprobs, number("prompt_logprobs")),
         ("stop", limits.stop, size("stop")),
         ("stop_token_ids", limits.stop, size("stop_token_ids")),

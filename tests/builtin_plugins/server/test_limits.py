@@ -35,7 +35,9 @@ LIMITS = {
     "schema_bytes": 300,
     "timeout_seconds": 5.0,
 }
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+RENDER, TOKENIZE = f"{CHAT}/render", "/tokenize"
+LOGPROBS = "message.output_text.logprobs"
 MESSAGE = {"role": "user", "content": "Hi"}
 
 
@@ -55,7 +57,7 @@ def words(count):
 
 
 def send(server, path, fields):
-    base = {"messages": [MESSAGE]} if path == CHAT else {"prompt": "x"}
+    base = {TEXT: {"prompt": "x"}, RESPONSES: {"input": "x"}}.get(path, {"messages": [MESSAGE]})
     return server.post(path, {**base, **fields})
 
 
@@ -87,15 +89,22 @@ CASES = [
         "allowed_token_ids",
         MORE,
     ),
-    ("messages", CHAT, lambda k: {"messages": [MESSAGE] * k}, "messages", MORE),
+    ("n", RENDER, lambda k: {"n": k}, "n", MORE),
+    ("max_tokens", RENDER, lambda k: {"max_tokens": k}, "max_tokens", MORE),
     (
-        "tools",
-        CHAT,
-        lambda k: {
-            "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(k)]
-        },
-        "tools",
+        "logprobs",
+        RESPONSES,
+        lambda k: {"include": [LOGPROBS], "top_logprobs": k},
+        "top_logprobs",
         MORE,
+    ),
+    *(
+        ("messages", path, lambda k: {"messages": [MESSAGE] * k}, "messages", MORE)
+        for path in (CHAT, RENDER, TOKENIZE)
+    ),
+    *(
+        ("tools", path, lambda k: {"tools": [tool(f"f{i}") for i in range(k)]}, "tools", MORE)
+        for path in (CHAT, RENDER, TOKENIZE)
     ),
     (
         "prompts",
@@ -217,6 +226,7 @@ def test_a_timeout_is_bounded_and_given_to_all(server):
 def test_max_tokens_is_given_to_requests_without(server):
     assert send(server, CHAT, {}).status_code == 200
     assert server.engine.asked[-1][1].max_tokens == 7
+    assert send(server, RENDER, {}).json()["sampling_params"]["max_tokens"] == 7
 
 
 def body_of(size):

@@ -202,6 +202,14 @@ def test_embeddings_are_those_of_the_servers_route(server):
     assert (answer["embeddings"], answer["prompt_eval_count"]) == (expected, 4)
     single = server.ask("/api/embeddings", {"model": "scripted", "prompt": "hi"}).json()
     assert single["embedding"] == expected[0]
+    length = server.ask("/api/ps").json()["models"][0]["context_length"]
+    long = "".join(chr(ord("a") + index % 26) for index in range(length + 9))
+    cut = server.ask("/api/embed", {"model": "scripted", "input": long}).json()
+    same = server.ask("/api/embed", {"model": "scripted", "input": long[:length]}).json()
+    assert cut["embeddings"] == same["embeddings"]
+    assert cut["prompt_eval_count"] == length
+    refused = server.ask("/api/embed", {"model": "scripted", "input": long, "truncate": False})
+    assert refused.json()["error"].startswith("input[0]: the prompt is too long")
     refused = server.ask("/api/embed", {**texts, "dimensions": 100_000})
     assert refused.status == 400
     assert refused.json()["error"].startswith("dimensions: ")

@@ -130,7 +130,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     """Texts to embed.
 
     Attributes:
-        truncate: whether too long texts are cut to the context.
+        truncate: whether texts that are too long lose their end.
         dimensions: number of dimensions of the vectors.
         keep_alive: ignored: the model stays loaded.
     """

@@ -54,21 +54,23 @@ class Vectors:
                 request, served_name(self._server, body.model)
             )
             return error or json_answer({"model": body.model, "embeddings": []})
-        content: dict[str, Any] = {"model": body.model, "input": body.input}
+        content: dict[str, Any] = {
+            "model": body.model,
+            "texts": [body.input] if isinstance(body.input, str) else body.input,
+            "truncate": "END" if body.truncate else "NONE",
+        }
         if body.dimensions:
-            content["dimensions"] = body.dimensions
-        if body.truncate:
-            content["truncate_prompt_tokens"] = -1
-        status, answer = await self._fetch(request, content)
+            content["output_dimension"] = body.dimensions
+        status, answer = await self._fetch(request, "/v2/embed", content)
         if status != 200:
-            return error_answer(status, error_text(answer))
+            return error_answer(status, _own_names(error_text(answer)))
         decoded = msgspec.json.decode(answer)
         figures = {
             "total_duration": time.perf_counter_ns() - begin,
             "load_duration": 0,
-            "prompt_eval_count": decoded["usage"]["prompt_tokens"],
+            "prompt_eval_count": decoded["meta"]["billed_units"]["input_tokens"],
         }
-        vectors = [item["embedding"] for item in decoded["data"]]
+        vectors = decoded["embeddings"]["float"]
         return json_answer({"model": body.model, "embeddings": vectors, **figures})
 
     async def embeddings(self, request: Request) -> Response:
@@ -80,12 +82,22 @@ class Vectors:
             )
             return error or json_answer({"embedding": []})
         content = {"model": body.model, "input": body.prompt}
-        status, answer = await self._fetch(request, content)
+        status, answer = await self._fetch(request, "/v1/embeddings", content)
         if status != 200:
             return error_answer(status, error_text(answer))
         return json_answer({"embedding": msgspec.json.decode(answer)["data"][0]["embedding"]})
 
-    async def _fetch(self, request: Request, content: dict[str, Any]) -> tuple[int, bytes]:
+    async def _fetch(
+        self, request: Request, path: str, content: dict[str, Any]
+    ) -> tuple[int, bytes]:
         content["model"] = served_name(self._server, content["model"])
-        work = self._forwarding.fetch(request, "/v1/embeddings", content)
+        work = self._forwarding.fetch(request, path, content)
         return await self._server.while_connected(request, work)
+
+
+def _own_names(message: str) -> str:
+    """Return an error of `/v2/embed` with the names of Ollama's fields."""
+    for name, own_name in (("texts", "input"), ("output_dimension", "dimensions")):
+        if message.startswith(name):
+            return own_name + message.removeprefix(name)
+    return message

@@ -11,6 +11,7 @@ import msgspec
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Route, ServerContext
+from hardpoint.typed import shown
 
 from .fields import ShowRequest
 from .forwarding import Forwarding, error_answer, error_text, json_answer
@@ -92,7 +93,7 @@ class Models:
         served = served_name(self._server, name)
         card = next((card for card in _listed(cards) if card["id"] == served), None)
         if card is None:
-            return error_answer(404, f"model {name!r} not found")
+            return error_answer(404, f"model {shown(name, 200)} not found")
         return json_answer(self._description(card))
 
     async def _cards(self, request: Request) -> tuple[int, bytes]:

@@ -21,7 +21,7 @@ REFUSED_ITEMS = {
     "input_file": "give its text, or images of its pages",
     "input_audio": "there is no audio",
     "input_video": "there is no video",
-    "item_reference": "nothing is stored; send the item itself",
+    "item_reference": "send the item itself, or previous_response_id or conversation",
     "additional_tools": "give all tools in the field tools",
     "compaction_trigger": "POST /v1/responses/compact compacts a conversation",
     "configuration_update": "give the configuration in the request's own fields",
@@ -315,7 +315,6 @@ class ItemConverter:
             field: name of the field that refers to the stored items, for messages.
         """
         self.messages: list[dict[str, Any]] = []
-        self._has_previous = bool(before)
         self._names: dict[str, str] = {}
         if instructions:
             self.messages.append({"role": "system", "content": instructions})
@@ -366,12 +365,9 @@ class ItemConverter:
 
     def _add_output(self, item: FunctionOutputItem, path: str) -> None:
         if item.call_id not in self._names:
-            wanted = "before it, or of the previous response or the conversation;"
-            if not self._has_previous:
-                wanted = "before it, because nothing is stored;"
             raise RequestError(
-                f"{path}.call_id: expected the call_id of a function_call {wanted} got "
-                f"{item.call_id[:100]!r}"
+                f"{path}.call_id: expected the call_id of a function_call before it, or of the "
+                f"previous response or the conversation; got {item.call_id[:100]!r}"
             )
         name = self._names[item.call_id]
         message = {"role": "tool", "tool_call_id": item.call_id, "name": name}

@@ -80,7 +80,7 @@ class RenderRoute:
         return json_response(await self._service.run(request, work))
 
     def _params(self, body: ChatCompletionRequest) -> SamplingParams:
-        """Return the parameters with which the chat route answers a request.
+        """Return the sampling parameters of the chat route for a request.
 
         Raises:
             RequestError: a field is wrong, or more than the server allows.

@@ -131,14 +131,14 @@ class TokenizerLike:
         **variables: Any,
     ) -> str:
         template = chat_template or self._tokenizer.chat_template or ""
-        words = set(re.findall(r"\w+", template))  # others are ignored, as in transformers
+        identifiers = set(re.findall(r"\w+", template))  # others are ignored, as in transformers
         return self._tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt,
             template=chat_template,
             tools=tools,
             continue_final_message=continue_final_message,
-            variables={n: value for n, value in variables.items() if n in words} or None,
+            variables={n: value for n, value in variables.items() if n in identifiers} or None,
         )
 
     @functools.cache  # noqa: B019 - a tokenizer lives as long as its engine

@@ -18,7 +18,7 @@ def is_single(messages: Any) -> bool:
 
 
 def plain_messages(messages: Any) -> Any:
-    """Return conversations with messages as tables, whose content is not None.
+    """Return conversations with messages as tables and a content that is not None.
 
     vLLM takes objects of OpenAI's client, and messages with calls of tools alone.
     """
@@ -60,7 +60,7 @@ def used_variables(template: str | None, variables: Mapping[str, Any] | None) ->
     named = dict(variables or {})
     if template is None:
         return named
-    words = set(re.findall(r"\w+", template))
-    if unused := sorted(named.keys() - words):
+    identifiers = set(re.findall(r"\w+", template))
+    if unused := sorted(named.keys() - identifiers):
         _log.warning("chat_template_kwargs: the template has no %s", ", ".join(unused))
-    return {name: value for name, value in named.items() if name in words}
+    return {name: value for name, value in named.items() if name in identifiers}

@@ -1,4 +1,4 @@
-"""Internal objects of vLLM's engine that programs reach into, with what they are used for.
+"""Internal objects of vLLM's engine that programs reach into, with their uses.
 
 Programs end an engine by them, or load weights into its model. Other members have no counterpart:
 the error names the nearest thing.
@@ -42,7 +42,7 @@ _WORKER_METHODS = ("update", "weight", "init_", "param", "broadcast", "process_g
 
 
 def no_member(owner: str, name: str) -> AttributeError:
-    """Return the error for a member of a class of vLLM, with what there is instead."""
+    """Return the error for a member of a class of vLLM; it names the counterpart."""
     hint = _INTERNALS.get(name, "`native` is Hardpoint's own object: docs/python-api.md")
     return AttributeError(f"{owner} has no {name!r}: {hint}")
 
@@ -117,6 +117,6 @@ def checked_method(method: Any, kwargs: Any) -> str:
 
 
 def worker_hint(method: str) -> str:
-    """Return what to use instead of a method of vLLM's workers."""
+    """Return the counterpart of a method of vLLM's workers."""
     changes_weights = any(part in method for part in _WORKER_METHODS)
     return _WEIGHTS if changes_weights else COUNTERPARTS["worker"]

@@ -56,7 +56,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "VLLM_USE_V1": True,
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
-"""vLLM's defaults, whose types are those of the values. Other variables are text or None."""
+"""vLLM's defaults, in the types of the values. Other variables are text or None."""
 
 
 def value_of(name: str) -> Any:

@@ -73,4 +73,4 @@ FORMER_REFUSED: Mapping[str, str] = {
     "qlora_adapter_name_or_path": "name the adapter in the request (docs/lora.md)",
     "quantization_param_path": "the cache has scales of its own for 8-bit types (kv_cache.dtype)",
 }
-"""Former arguments that changed outputs, and what to use instead."""
+"""Former arguments that changed outputs, and their counterparts."""

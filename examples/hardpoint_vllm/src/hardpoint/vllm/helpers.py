@@ -126,7 +126,7 @@ def encode_image_url(image: Any, format: str = "PNG") -> str:
 
 
 def convert_image_mode(image: Any, to_mode: str) -> Any:
-    """Return an image of PIL in a mode; what shows through is white."""
+    """Return an image of PIL in a mode, on a white background."""
     if image.mode == to_mode:
         return image
     if image.mode == "RGBA" and to_mode == "RGB":

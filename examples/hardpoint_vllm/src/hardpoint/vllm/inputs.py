@@ -139,7 +139,7 @@ def native_prompt(prompt: Any) -> tuple[Any, str | None]:
 
 
 def _plain_ids(ids: Any) -> list[Any]:
-    """Return token ids as numbers of Python, also those of an array or a tensor."""
+    """Return token ids as numbers of Python, also from an array or a tensor."""
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     return [item if type(item) is int else _plain_id(item) for item in ids]

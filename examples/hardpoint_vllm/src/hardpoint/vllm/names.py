@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 
-def _words(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return text.split()
 
 
@@ -107,7 +107,7 @@ _OPTION_TYPES = (
     "TaskOption",
     "TokenizerMode",
 )
-_CONFIG_MODULES = _words("""
+_CONFIG_MODULES = _split("""
 attention cache compilation device ec_transfer kv_events kv_transfer load lora model multimodal
 observability parallel pooler profiler scheduler speculative structured_outputs vllm
 weight_transfer
@@ -156,7 +156,7 @@ _UTILS: Mapping[str, Sequence[str]] = {
     ),
     "utilities": _UTILITIES,
 }
-_UTIL_MODULES = _words("""
+_UTIL_MODULES = _split("""
 argparse_utils async_utils collection_utils counter func_utils import_utils math_utils
 mem_constants network_utils platform_utils print_utils system_utils torch_utils
 """)
@@ -180,7 +180,7 @@ _METRICS = ("Counter", "Gauge", "Histogram", "Metric", "Vector")
 _IMAGES = ("encode_image_base64", "encode_image_url", "fetch_image")
 
 
-def _each(
+def _in_modules(
     prefix: str, modules: Iterable[str], names: Mapping[str, Sequence[str]]
 ) -> dict[str, Mapping[str, Sequence[str]]]:
     """Return the same names for several modules: versions of vLLM have moved them."""
@@ -201,7 +201,7 @@ PATHS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "assets": {},
     "beam_search": {"beams": ("BeamSearchOutput", "BeamSearchSequence")},
     "config": {"configs": (*_CONFIGS, *_OPTION_TYPES)},
-    **_each("config", _CONFIG_MODULES, {"configs": (*_CONFIGS, *_OPTION_TYPES)}),
+    **_in_modules("config", _CONFIG_MODULES, {"configs": (*_CONFIGS, *_OPTION_TYPES)}),
     "distributed": {"parallel_state": _PARALLEL_STATE},
     "engine": {},
     "engine.arg_utils": {
@@ -218,7 +218,7 @@ PATHS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "envs": {},
     "exceptions": {"helpers": ("VLLMValidationError", "GenerationError")},
     "logger": {"helpers": ("init_logger", "logger")},
-    **_each("inputs", ("data", "llm", "parse"), {"inputs": _INPUTS}),
+    **_in_modules("inputs", ("data", "llm", "parse"), {"inputs": _INPUTS}),
     "logprobs": {"outputs": _LOGPROBS},
     "lora": {},
     "lora.request": {"params": ("LoRARequest",)},
@@ -247,7 +247,7 @@ PATHS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "usage": {},
     "usage.usage_lib": {"helpers": ("UsageContext",)},
     "utils": _UTILS,
-    **_each("utils", _UTIL_MODULES, _UTILS),
+    **_in_modules("utils", _UTIL_MODULES, _UTILS),
     "v1": {},
     "v1.engine": {},
     "v1.engine.async_llm": {"async_engine": ("AsyncLLM",)},
@@ -353,4 +353,4 @@ COUNTERPARTS: Mapping[str, str] = {
     "v1.worker": _WORKERS,
     "worker": _WORKERS,
 }
-"""What there is instead of modules and names of vLLM; the longest path counts."""
+"""Counterparts of modules and names of vLLM; the longest path counts."""

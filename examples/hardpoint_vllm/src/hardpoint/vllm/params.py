@@ -389,7 +389,7 @@ _FORMER_OPTIONS = {
     "guided_options_request": "use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "prompt_adapter_request": "prompt adapters are not supported; use lora_request",
 }
-"""Options of requests before vLLM 0.10, and what to use instead."""
+"""Options of requests before vLLM 0.10, and their counterparts."""
 
 
 def request_options(

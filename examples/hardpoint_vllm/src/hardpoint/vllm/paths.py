@@ -101,7 +101,7 @@ def missing(name: str) -> str:
 
 
 def _nearest(name: str) -> str:
-    """Return what there is instead: the name in another module, a similar one, or a page."""
+    """Return the counterpart: the name in another module, a similar name, or a page."""
     parent, _, last = name.rpartition(".")
     homes = [path for path in PATHS if last in names_of(path)]
     if homes and not any(f".{path}".endswith(f".{last}") for path in PATHS):

@@ -99,7 +99,7 @@ class StructuredOutputsParams:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no further properties, unless it says otherwise."""
+    """Return a schema with `additionalProperties: false` in objects that leave it out."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, Mapping):

@@ -47,7 +47,7 @@ def get_hf_text_config(config: Any) -> Any:
 
 
 def _source(name: Any) -> tuple[str, dict[str, str]]:
-    """Return what transformers loads: a folder and a GGUF file in it, or a model's id."""
+    """Return the arguments of transformers: a folder and a GGUF file in it, or a model's id."""
     path = find_files(str(name)).path if alias_of(str(name)) else Path(str(name))
     if path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}

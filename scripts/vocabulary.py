@@ -153,7 +153,7 @@ PROSE = {
 ANY_PROSE = re.compile("|".join(PROSE))
 """Any of them in a text in small letters."""
 
-EXEMPT = {"bad_words", "BadWords", "PluginNotFoundError"}
+EXEMPT = {"bad_words", "bad_words_token_ids", "BadWords", "PluginNotFoundError"}
 """Identifiers that say what they mean: the field's own parameter, and an English phrase."""
 
 OPENINGS = {

@@ -131,14 +131,13 @@ class TokenizerLike:
         **variables: Any,
     ) -> str:
         template = chat_template or self._tokenizer.chat_template or ""
-        identifiers = set(re.findall(r"\w+", template))  # others are ignored, as in transformers
         return self._tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt,
             template=chat_template,
             tools=tools,
             continue_final_message=continue_final_message,
-            variables={n: value for n, value in variables.items() if n in identifiers} or None,
+            variables=used_variables(template, variables) or None,
         )
 
     @functools.cache  # noqa: B019 - a tokenizer lives as long as its engine
@@ -250,15 +249,23 @@ class TokenizerLike:
                     f"the tokenizer of {self._path!r} has no files for transformers; the engine's "
                     f"own has encode, decode and apply_chat_template"
                 )
-            self._wrapped = _load(path)
+            from transformers import AutoTokenizer  # noqa: PLC0415
+
+            name, file = pretrained_source(path)
+            self._wrapped = AutoTokenizer.from_pretrained(name, **file)
             for name, value in {"pad_token": self.pad_token, **self._set}.items():
                 setattr(self._wrapped, name, value)
         return self._wrapped
 
 
-def _load(path: Path) -> Any:
-    from transformers import AutoTokenizer  # noqa: PLC0415
+def pretrained_source(path: Path) -> tuple[str, dict[str, str]]:
+    """Return the arguments of `from_pretrained` for a folder, a GGUF file or a model's id."""
+    if path.suffix == ".gguf" and not path.is_dir():
+        return str(path.parent), {"gguf_file": path.name}
+    return str(path), {}
 
-    if path.is_dir():
-        return AutoTokenizer.from_pretrained(path)
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+def used_variables(template: str, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that a chat template names; transformers ignores others, too."""
+    identifiers = set(re.findall(r"\w+", template))
+    return {name: value for name, value in variables.items() if name in identifiers}

@@ -11,7 +11,7 @@ from hardpoint.errors import EngineDeadError as EngineDeadError
 from hardpoint.errors import HardpointError, RequestError
 
 from .engine_args import AsyncEngineArgs, EngineArgs
-from .engine_config import PARTS, ConfigFields, EngineModelConfig, vllm_config
+from .engine_config import PARTS, ConfigFields, ConfiguredEngine, EngineModelConfig
 from .engine_internals import checked_method, no_member, worker_hint
 from .inputs import native_prompt
 from .outputs import PoolingRequestOutput, RequestOutput, pooled
@@ -24,7 +24,7 @@ AsyncEngineDeadError = EngineDeadError
 EngineGenerateError = HardpointError
 
 
-class AsyncLLM:
+class AsyncLLM(ConfiguredEngine):
     """vLLM's engine for the tasks of an event loop."""
 
     def __init__(self, engine_args: EngineArgs, stat_loggers: Sequence[type] = ()) -> None:
@@ -57,16 +57,6 @@ class AsyncLLM:
     def native(self) -> NativeAsync:
         """Hardpoint's AsyncLLM."""
         return self._native
-
-    @property
-    def model_config(self) -> EngineModelConfig:
-        """Fields of the model's configuration."""
-        return EngineModelConfig(self._native)
-
-    @property
-    def vllm_config(self) -> Any:
-        """The fields of vLLM's configuration that programs read."""
-        return vllm_config(self._native)
 
     async def get_model_config(self) -> EngineModelConfig:
         """Return `model_config`."""

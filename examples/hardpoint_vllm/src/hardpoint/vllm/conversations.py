@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from hardpoint_vllm.tokenizers import used_variables
 
 from hardpoint.errors import RequestError
 
@@ -55,12 +56,12 @@ def plain_texts(data: Any) -> Any:
     return "\n".join(texts)
 
 
-def used_variables(template: str | None, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_variables(template: str | None, variables: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the variables that a chat template has; log others, which vLLM drops, too."""
     named = dict(variables or {})
     if template is None:
         return named
-    identifiers = set(re.findall(r"\w+", template))
-    if unused := sorted(named.keys() - identifiers):
+    used = used_variables(template, named)
+    if unused := sorted(named.keys() - used.keys()):
         _log.warning("chat_template_kwargs: the template has no %s", ", ".join(unused))
-    return {name: value for name, value in named.items() if name in identifiers}
+    return used

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hardpoint_vllm.tokenizers import pretrained_source
+
 from .params import sampling_params
 
 PARTS = ("cache_config", "device_config", "load_config", "lora_config", "model_config",
@@ -158,10 +160,11 @@ def read_hf_config(path: Path) -> Any:
     """Return transformers' configuration of a model's folder or GGUF file."""
     from transformers import AutoConfig, PretrainedConfig  # noqa: PLC0415
 
-    if path.suffix == ".gguf":
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    name, in_folder = pretrained_source(path)
+    if in_folder:
+        return AutoConfig.from_pretrained(name, **in_folder)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError):  # a model that transformers does not know
         file = path / "config.json"
         fields = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -236,3 +239,22 @@ def vllm_config(native: Any) -> ConfigFields:
         ),
         kv_transfer_config=None,
     )
+
+
+class ConfiguredEngine:
+    """An engine of vLLM with its configuration."""
+
+    @property
+    def native(self) -> Any:
+        """Hardpoint's LLM or AsyncLLM."""
+        raise NotImplementedError
+
+    @property
+    def model_config(self) -> EngineModelConfig:
+        """Fields of the model's configuration."""
+        return EngineModelConfig(self.native)
+
+    @property
+    def vllm_config(self) -> ConfigFields:
+        """The fields of vLLM's configuration that programs read."""
+        return vllm_config(self.native)

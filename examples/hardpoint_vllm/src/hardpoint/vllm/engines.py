@@ -11,7 +11,7 @@ from hardpoint.calls.adapters import with_adapters
 from hardpoint.requests import make_extras
 
 from .engine_args import EngineArgs
-from .engine_config import PARTS, EngineModelConfig, vllm_config
+from .engine_config import PARTS, ConfiguredEngine, EngineModelConfig
 from .engine_internals import EngineCore, ModelExecutor, no_member
 from .inputs import native_prompt
 from .llm import LLM
@@ -21,7 +21,7 @@ from .params import PoolingParams, SamplingParams, request_options
 from .tokenizer import TokenizerLike
 
 
-class LLMEngine:
+class LLMEngine(ConfiguredEngine):
     """An engine to which a program adds requests, and which it steps."""
 
     def __init__(self, llm: LLM) -> None:
@@ -36,16 +36,6 @@ class LLMEngine:
     def from_vllm_config(cls, vllm_config: Any, **_: Any) -> LLMEngine:
         """Open an engine by the result of `EngineArgs.create_engine_config`."""
         return cls.from_engine_args(EngineArgs(**vllm_config.given))
-
-    @property
-    def model_config(self) -> EngineModelConfig:
-        """Fields of the model's configuration."""
-        return EngineModelConfig(self._native)
-
-    @property
-    def vllm_config(self) -> Any:
-        """The fields of vLLM's configuration that programs read."""
-        return vllm_config(self._native)
 
     def get_model_config(self) -> EngineModelConfig:
         """Return `model_config`."""

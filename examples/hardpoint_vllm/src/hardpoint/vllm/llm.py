@@ -13,7 +13,7 @@ from hardpoint import SamplingParams as NativeSamplingParams
 from hardpoint.errors import ConfigError, RequestError
 
 from .beams import BeamSearchOutput, search
-from .conversations import is_single, plain_messages, plain_texts, used_variables
+from .conversations import checked_variables, is_single, plain_messages, plain_texts
 from .engine_args import EngineArgs
 from .engine_internals import checked_method, no_member, worker_hint
 from .helpers import Counter
@@ -232,7 +232,7 @@ class LLM:
         template = load_chat_template(chat_template) or self._template
         shown = template or self._native.tokenizer.chat_template
         messages = plain_messages(messages)
-        chat_template_kwargs = used_variables(shown, chat_template_kwargs) or None
+        chat_template_kwargs = checked_variables(shown, chat_template_kwargs) or None
         if tools and "tools" not in (shown or "tools"):
             _log.warning("tools: ignored, because the chat template shows no tools, as in vLLM")
             tools = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hardpoint_vllm.tokenizers import TokenizerLike
+from hardpoint_vllm.tokenizers import TokenizerLike, pretrained_source
 
 from hardpoint.host.registry.model_files import alias_of, find_files
 
@@ -47,11 +47,9 @@ def get_hf_text_config(config: Any) -> Any:
 
 
 def _source(name: Any) -> tuple[str, dict[str, str]]:
-    """Return the arguments of transformers: a folder and a GGUF file in it, or a model's id."""
+    """Return the arguments of `from_pretrained` for a model's path, alias or id."""
     path = find_files(str(name)).path if alias_of(str(name)) else Path(str(name))
-    if path.suffix == ".gguf":
-        return str(path.parent), {"gguf_file": path.name}
-    return str(path), {}
+    return pretrained_source(path)
 
 
 def cached_tokenizer_from_config(model_config: Any, **options: Any) -> Any:

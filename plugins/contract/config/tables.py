@@ -70,6 +70,7 @@ class PluginsConfig(Strict):
         require_proof: reject third-party packages without a proof of `hardpoint plugins check
             --attest`, or with other files than it states; "signed" requires a signature, too.
         proof_signers: the issuer of each trusted identity that signs proofs.
+        proof_trusted_root: path of a Sigstore trusted root; empty for that of the package sigstore.
     """
 
     enable: Live[list[Reference | PluginUse]] = []
@@ -85,6 +86,7 @@ class PluginsConfig(Strict):
     change_seconds: Live[PositiveSeconds] = 30.0
     require_proof: bool | Literal["signed"] = False
     proof_signers: dict[str, str] = {}
+    proof_trusted_root: str = ""
 
 
 STREAMING_STEP_MILLISECONDS = 150.0
@@ -431,11 +433,9 @@ class GrammarConfig(Strict):
 
     Attributes:
         use: name of the grammar backend of requests that name none.
-        compile_seconds: maximum time to compile a grammar; the request ends with an error after
-            that.
+        compile_seconds: maximum time to compile a grammar; then the request ends with an error.
         max_bytes: maximum size of a request's schema, grammar or other description.
-        cache_size: number of cached compiled grammars; the least recently used ones are
-            dropped.
+        cache_size: number of cached compiled grammars; the least recently used ones are dropped.
     """
 
     use: Name = "llguidance"

@@ -36,8 +36,8 @@ class RequiredProofs:
     """
 
     def __init__(self, config: PluginsConfig) -> None:
-        """`config` has `require_proof` and the trusted `proof_signers`."""
-        self._required, self._signers = config.require_proof, config.proof_signers
+        """`config` has `require_proof`, the trusted identities and the trusted root."""
+        self._required, self._config = config.require_proof, config
         self._files = functools.cache(self._verified_files)
 
     def check(self, source: Source) -> None:
@@ -64,7 +64,7 @@ class RequiredProofs:
         proof.check_outcomes()
         if self._required == "signed":
             bundle = read_metadata_file(distribution, SIGNATURE_FILE, MAX_STATEMENT_BYTES)
-            _check_signature(data, bundle, self._signers)
+            _check_signature(data, bundle, self._config)
         if difference := _difference(proof.files, package_files(distribution)):
             raise ProofError(f"the files of {name} differ from its proof: {difference}")
         return frozenset(map(os.path.realpath, package_paths(distribution).values()))
@@ -138,40 +138,53 @@ def _difference(stated: Mapping[str, str], files: Mapping[str, str]) -> str:
     return ", ".join(differences[:3]) + rest
 
 
-def _check_signature(statement: bytes, bundle: bytes | None, signers: Mapping[str, str]) -> None:
+def _check_signature(statement: bytes, bundle: bytes | None, config: PluginsConfig) -> None:
     """Check that a trusted identity signed a statement.
 
     Args:
         statement: the bytes of the statement.
         bundle: the Sigstore bundle of them; None if there is none.
-        signers: the issuer of each trusted identity.
+        config: the trusted identities, and the trusted root.
 
     Raises:
         ProofError: it is not signed by one of them, or the package sigstore is not installed.
     """
     if bundle is None:
         raise ProofError("expected a signed proof, got an unsigned one")
-    if not signers:
+    if not config.proof_signers:
         raise ProofError(
             "plugins.proof_signers: expected at least one trusted identity and its issuer, got none"
         )
     try:
-        _verify(statement, bundle, signers)
+        _verify(statement, bundle, config)
     except ImportError as cause:
         raise ProofError(
             f'"signed" needs the package sigstore; {install_command("sigstore")}'
         ) from cause
 
 
-def _verify(statement: bytes, data: bytes, signers: Mapping[str, str]) -> None:
+def _verify(statement: bytes, data: bytes, config: PluginsConfig) -> None:
     from sigstore.errors import Error  # noqa: PLC0415 - an extra
-    from sigstore.models import Bundle  # noqa: PLC0415
+    from sigstore.models import Bundle, TrustedRoot  # noqa: PLC0415
     from sigstore.verify import Verifier  # noqa: PLC0415
     from sigstore.verify.policy import AnyOf, Identity  # noqa: PLC0415
 
+    path, failures = config.proof_trusted_root, (Error, ValueError, TypeError, KeyError)
+    try:
+        # Without a network. The package's own root is copied to the cache folder of the user.
+        verifier = (
+            Verifier(trusted_root=TrustedRoot.from_file(path))
+            if path
+            else Verifier.production(offline=True)
+        )
+    except (OSError, RecursionError, *failures) as cause:
+        raise ProofError(
+            f"plugins.proof_trusted_root: expected a file of a Sigstore trusted root, got "
+            f"{path or 'none, and that of the package sigstore cannot be used'}: {cause}"
+        ) from cause
+    signers = config.proof_signers
     policy: Any = AnyOf([Identity(identity=name, issuer=signers[name]) for name in signers])
     try:
-        bundle = Bundle.from_json(data)
-        Verifier.production(offline=True).verify_artifact(statement, bundle, policy)
-    except (Error, ValueError, TypeError, KeyError, RecursionError) as cause:
+        verifier.verify_artifact(statement, Bundle.from_json(data), policy)
+    except (RecursionError, *failures) as cause:
         raise ProofError(f"its signature cannot be verified: {cause}") from cause

@@ -395,17 +395,92 @@ def test_signature_needs_sigstore(package, monkeypatch):
     assert_refused("[sigstore]'", require_proof="signed", proof_signers=signers)
 
 
-@pytest.mark.parametrize("bundle", ["{}", "{", "[]", '{"mediaType": "x"}', "[" * 50_000])
-def test_malformed_signature_is_refused(package, bundle):
-    pytest.importorskip("sigstore")
-    attesting_bundle = package.folder.parent / "bundle.json"
-    attesting_bundle.write_text(bundle)
-    list(attesting.add_signature("acme-proved", str(package.wheel), str(attesting_bundle)))
-    package.unpack()
-    signers = {"release@acme.example": "https://accounts.example"}
-    words = "its signature cannot be verified"
-    assert_refused(words, require_proof="signed", proof_signers=signers)
+SIGNER, ISSUER = "release@acme.example", "https://accounts.example"
+
+
+class Signed:
+    """A package whose proof is signed by an instance of Sigstore that the tests have."""
+
+    def __init__(self, package):
+        pytest.importorskip("sigstore")
+        from support.sigstore_instance import SigstoreInstance  # needs what sigstore needs
+
+        self._package, self.instance = package, SigstoreInstance()
+        self._root = package.folder.parent / "trusted_root.json"
+        self._root.write_text(self.instance.trusted_root)
+        self.bundle = self.instance.sign(package.statement.read_bytes(), SIGNER, ISSUER)
+        self.plugins = {
+            "require_proof": "signed",
+            "proof_signers": {"other@acme.example": ISSUER, SIGNER: ISSUER},
+            "proof_trusted_root": str(self._root),
+        }
+        self.add(self.bundle)
+
+    def add(self, bundle):
+        path = self._package.folder.parent / "bundle.json"
+        path.write_text(bundle)
+        list(attesting.add_signature("acme-proved", str(self._package.wheel), str(path)))
+        self._package.unpack()
+
+    def assert_refused(self, *words, **plugins):
+        assert_refused(*words, **self.plugins | plugins)
+
+
+@pytest.fixture
+def signed(package):
+    return Signed(package)
+
+
+def test_package_with_signed_proof_is_used(signed):
+    assert resolve(**signed.plugins).one("scheduling_policies").value.endswith(":LastFirst")
     assert describe_proof("acme-proved") == "signature not verified, kit 0.1.0"
+
+
+@pytest.mark.parametrize("signers", [{"other@acme.example": ISSUER}, {SIGNER: "https://x.example"}])
+def test_signature_of_another_identity_is_refused(signed, signers):
+    signed.assert_refused("its signature cannot be verified", proof_signers=signers)
+
+
+def test_signature_of_another_statement_is_refused(signed):
+    signed.add(signed.instance.sign(b"{}", SIGNER, ISSUER))
+    signed.assert_refused("its signature cannot be verified: Bundle message digest mismatch")
+
+
+def test_signature_of_another_instance_is_refused(signed, tmp_path, monkeypatch):
+    from support.sigstore_instance import SigstoreInstance
+
+    other = SigstoreInstance()
+    signed.add(other.sign(b"{}", SIGNER, ISSUER))
+    signed.assert_refused("its signature cannot be verified")
+    signed.add(signed.bundle)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    signed.assert_refused("its signature cannot be verified", proof_trusted_root="")
+
+
+def test_changed_file_of_a_signed_package_is_refused(signed, package):
+    (package.folder / "acme_proved/data/table.txt").write_text("1 2 4")
+    signed.assert_refused("acme_proved/data/table.txt was changed")
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", "[" * 50_000, '{"mediaType": "x"}'])
+def test_malformed_trusted_root_is_refused(signed, tmp_path, text):
+    path = tmp_path / "root.json"
+    if text is not None:
+        path.write_text(text)
+    words = "plugins.proof_trusted_root: expected a file of a Sigstore trusted root"
+    signed.assert_refused(f"{words}, got {path}: ", proof_trusted_root=str(path))
+
+
+def test_default_root_needs_a_cache_folder(signed, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    signed.assert_refused("plugins.proof_trusted_root", "package sigstore", proof_trusted_root="")
+
+
+@pytest.mark.parametrize("bundle", ["{}", "{", "[]", '{"mediaType": "x"}', "[" * 50_000])
+def test_malformed_signature_is_refused(signed, bundle):
+    signed.add(bundle)
+    signed.assert_refused("its signature cannot be verified")
     assert resolve()  # a signature is not looked at, if none is required
 
 

@@ -43,6 +43,13 @@ def test_with_known_content(script, scripted, run):
     )
 
 
+@pytest.mark.parametrize("stores", ["yes", "no"])
+def test_references_to_stored_items(stores, tmp_path, run):
+    store = {"plugin": {"response_stores": {"use": "memory"}}} if stores == "yes" else {}
+    with scripted_server(tmp_path, **store) as server:
+        run("ai_sdk_responses", server.url, "scripted", stores, json.dumps(WEATHER))
+
+
 @pytest.mark.parametrize("script", ["openai", "ai_sdk", "langchain"])
 def test_with_the_demo_model(script, demo_url, run):
     run(script, demo_url, "smollm2")

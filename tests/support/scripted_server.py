@@ -61,9 +61,9 @@ def write_model(folder):
 
 
 @contextlib.contextmanager
-def scripted_server(folder):
-    """Run a server of the model, which is written into the folder."""
-    with running(AsyncLLM(config=server_config(write_model(folder)))) as server:
+def scripted_server(folder, **tables):
+    """Run a server of the model, written into the folder, with tables of its configuration."""
+    with running(AsyncLLM(config=server_config(write_model(folder), **tables))) as server:
         yield server
 
 

@@ -172,6 +172,44 @@ def test_calls_and_reasoning_are_carried(client):
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_references_stand_for_stored_items(client, stream):
+    fields = {"tools": [TOOL], "temperature": 0}
+    called = client.responses.create(input="weather", **fields, stream=stream)
+    if stream:
+        called = [*called][-1].response
+    asked = {"role": "user", "content": "weather"}
+    output = {
+        "type": "function_call_output",
+        "call_id": called.output[-1].call_id,
+        "output": "sunny",
+    }
+    references = [{"type": "item_reference", "id": item.id} for item in called.output]
+    whole = [asked, *(item.model_dump(exclude_none=True) for item in called.output), output]
+    referring = [asked, *references, output]
+    first, second = (client.responses.create(input=i, **fields) for i in (whole, referring))
+    assert second.usage.input_tokens == first.usage.input_tokens
+    assert second.output_text == first.output_text
+    counted = client.responses.input_tokens.count(input=referring, tools=[TOOL])
+    assert counted.input_tokens == first.usage.input_tokens
+    items = client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in items] == ["message", *(item["type"] for item in whole[1:])]
+
+
+def test_unknown_references_are_refused(server, client):
+    made = client.responses.create(input="hi", max_output_tokens=2)
+    unsaved = client.responses.create(input="hi", max_output_tokens=2, store=False)
+    reference = {"type": "item_reference", "id": made.output[0].id}
+    unknown = [unsaved.output[0].id, f"{made.output[0].id}0", made.id, "msg_x_0", "x", "_" * 500]
+    asks = [(client, reference | {"id": name}) for name in unknown]
+    for asking, item in [*asks, (client_of(server, "bob"), reference)]:
+        with pytest.raises(openai.BadRequestError) as error:
+            asking.responses.create(input=[{"role": "user", "content": "hi"}, item])
+        message = f"input[1].id: no item '{item['id'][:60]}"
+        assert message in error.value.message
+        assert "of a response is stored for this key" in error.value.message
+
+
 def test_a_stream_is_stored_before_it_ends(client):
     events = client.responses.create(input="think", temperature=0, stream=True)
     (*_, last) = events

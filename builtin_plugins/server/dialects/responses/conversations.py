@@ -23,13 +23,14 @@ from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, Route
 from hardpoint.typed import Strict, shown
 
-from .input import InputItem, prepared_items
+from .input import REFUSED_ITEMS, InputItem, prepared_items
 from .request import Metadata
 from .store import StoreClient, complete_record
 from .stored import InputItemList, items_query
 
 PATH = "/v1/conversations"
 _ID = re.compile(r"conv_[\x21-\x7e]{1,128}")
+_REFUSED_ITEMS = {**REFUSED_ITEMS, "item_reference": "send the item itself"}
 _LOCK_SECONDS = 10.0
 _LOCK_INTERVAL = 0.02
 
@@ -82,7 +83,7 @@ class _ItemsBody(Strict):
         """
         if "items" not in fields:
             return fields
-        return {**fields, "items": prepared_items(fields["items"], "items")}
+        return {**fields, "items": prepared_items(fields["items"], "items", _REFUSED_ITEMS)}
 
 
 class ConversationCreateRequest(_ItemsBody):

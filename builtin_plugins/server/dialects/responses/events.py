@@ -26,7 +26,6 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import (
     UsageCount,
     encoded_arrays,
-    new_id,
 )
 from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
@@ -34,6 +33,7 @@ from hardpoint.plugins.server import ToolCall
 from .custom_tools import OutputCustomCall
 from .input import Status
 from .objects import (
+    RESPONSE_PREFIX,
     IncompleteDetails,
     InputDetails,
     OutputDetails,
@@ -216,23 +216,28 @@ class ResponseAnswer(ItemAnswer):
         positions = _positions(completion, self._logprobs, self._tokenizer)
         before = completion.reasoning or ""
         if before:
-            items.append(reasoning_item(new_id("rs_"), before))
+            items.append(reasoning_item(self._item_id("rs_", 0), before))
         for part in in_order(completion.content, completion.tool_calls or ()):
             if isinstance(part, str):
                 of_part = text_positions(positions, part, before)
-                items.append(message_item(new_id("msg_"), part, of_part))
+                items.append(message_item(self._item_id("msg_", len(items)), part, of_part))
                 before += part
             elif whole_arguments(part.arguments) is not None:
-                items.append(tool_call_item(self._call_id(part), part, self._names))
+                items.append(tool_call_item(self._call_id(part, len(items)), part, self._names))
         if not items:
-            items.append(message_item(new_id("msg_"), "", positions))
+            items.append(message_item(self._item_id("msg_", 0), "", positions))
         if not _is_complete(completion) and not isinstance(items[-1], _CALLS):
             items[-1].status = "incomplete"
         return self._ended(completion)
 
-    def _call_id(self, call: ToolCall) -> str:
+    def _call_id(self, call: ToolCall, index: int) -> str:
         tool = self._names.get(call.name or "")
-        return new_id(_CUSTOM_PREFIX if tool is not None and tool.is_custom else _PREFIXES["call"])
+        is_custom = tool is not None and tool.is_custom
+        return self._item_id(_CUSTOM_PREFIX if is_custom else _PREFIXES["call"], index)
+
+    def _item_id(self, prefix: str, index: int) -> str:
+        """Return the id of an item; it contains the response's, for `StoredResponses.resolved`."""
+        return f"{prefix}{self._response.id.removeprefix(RESPONSE_PREFIX)}_{index}"
 
     def _ended(self, completion: CompletionOutput) -> ResponseObject:
         is_complete = _is_complete(completion)
@@ -326,8 +331,11 @@ class ResponseAnswer(ItemAnswer):
         if self._open == kind and call is None:
             return
         yield from self._close("completed")
-        item_id = new_id(_PREFIXES[kind]) if call is None else self._call_id(call)
-        opened = _OpenItem(kind, item_id, self._num_items, call, self._names)
+        index = self._num_items
+        item_id = (
+            self._item_id(_PREFIXES[kind], index) if call is None else self._call_id(call, index)
+        )
+        opened = _OpenItem(kind, item_id, index, call, self._names)
         self._open, self._call, self._item = kind, call, opened
         self._num_items += 1
         item = opened.item("in_progress")

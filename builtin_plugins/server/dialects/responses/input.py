@@ -10,7 +10,7 @@ import msgspec
 
 from hardpoint.builtin_plugins.server.routes.images import Content, image_part, joined
 from hardpoint.plugins import RequestError
-from hardpoint.typed import Strict
+from hardpoint.typed import Strict, shown
 
 from .custom_tools import as_arguments
 from .tools import flat_name
@@ -21,7 +21,6 @@ REFUSED_ITEMS = {
     "input_file": "give its text, or images of its pages",
     "input_audio": "there is no audio",
     "input_video": "there is no video",
-    "item_reference": "send the item itself, or previous_response_id or conversation",
     "additional_tools": "give all tools in the field tools",
     "compaction_trigger": "POST /v1/responses/compact compacts a conversation",
     "configuration_update": "give the configuration in the request's own fields",
@@ -238,6 +237,12 @@ class CompactionItem(Strict, tag_field="type", tag="compaction"):
         return f"Summary of the conversation so far:\n{summary}"
 
 
+class ItemReference(Strict, tag_field="type", tag="item_reference"):
+    """An item of a stored answer, by its id."""
+
+    id: str
+
+
 def _content(
     content: str | Sequence[InputText | InputImage | AssistantText | Refusal], path: str
 ) -> Content:
@@ -261,15 +266,17 @@ InputItem = (
     | CustomCallItem
     | CustomOutputItem
     | CompactionItem
+    | ItemReference
 )
 
 
-def prepared_items(items: Any, field: str) -> Any:
+def prepared_items(items: Any, field: str, refused: Mapping[str, str] = REFUSED_ITEMS) -> Any:
     """Return a field of items with the types of messages written out.
 
     Args:
         items: value of the field; returned as it is unless it is a list.
         field: name of the field, for messages.
+        refused: types that are not supported, with the reason.
 
     Raises:
         RequestError: an item, or a part of one, has a type that is not supported.
@@ -277,25 +284,25 @@ def prepared_items(items: Any, field: str) -> Any:
     if not isinstance(items, list):
         return items
     return [
-        _prepared(item, f"{field}[{index}]") if isinstance(item, dict) else item
+        _prepared(item, f"{field}[{index}]", refused) if isinstance(item, dict) else item
         for index, item in enumerate(items)
     ]
 
 
-def _prepared(item: dict[str, Any], path: str) -> dict[str, Any]:
-    _refuse(item, path)
+def _prepared(item: dict[str, Any], path: str, refused: Mapping[str, str]) -> dict[str, Any]:
+    _refuse(item, path, refused)
     for name in ("content", "output"):
         parts = item.get(name)
         for index, part in enumerate(parts if isinstance(parts, list) else ()):
             if isinstance(part, dict):
-                _refuse(part, f"{path}.{name}[{index}]")
+                _refuse(part, f"{path}.{name}[{index}]", refused)
     return item if "type" in item else {"type": "message", **item}
 
 
-def _refuse(item: Mapping[str, Any], path: str) -> None:
+def _refuse(item: Mapping[str, Any], path: str, refused: Mapping[str, str]) -> None:
     type_ = item.get("type")
-    if isinstance(type_, str) and type_ in REFUSED_ITEMS:
-        raise RequestError(f"{path}.type: {type_!r} is not supported: {REFUSED_ITEMS[type_]}")
+    if isinstance(type_, str) and type_ in refused:
+        raise RequestError(f"{path}.type: {type_!r} is not supported: {refused[type_]}")
 
 
 class ItemConverter:
@@ -325,7 +332,7 @@ class ItemConverter:
         """Add an item.
 
         Raises:
-            RequestError: it is the result of a call that is not there.
+            RequestError: it is the result of a call that is not there, or an unknown reference.
         """
         match item:
             case MessageItem(role="assistant"):
@@ -347,6 +354,10 @@ class ItemConverter:
                 self._turn(with_answer=True).setdefault("tool_calls", []).append(call)
             case FunctionOutputItem():
                 self._add_output(item, path)
+            case ItemReference():
+                raise RequestError(
+                    f"{path}.id: no item {shown(item.id, 150)} of a response is stored for this key"
+                )
 
     def _add_system(self, text: str) -> None:
         only = self.messages[0] if len(self.messages) == 1 else None

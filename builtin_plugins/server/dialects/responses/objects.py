@@ -21,6 +21,9 @@ from hardpoint.plugins.server import ToolCall
 from .custom_tools import OutputCustomCall, custom_input
 from .input import ReasoningTextPart, Status
 
+RESPONSE_PREFIX = "resp_"
+"""Beginning of the ids of responses."""
+
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text", kw_only=True):
     """The text of a message."""

@@ -30,15 +30,21 @@ from .compaction import CompactedResponse, CompactRequest, compacted, with_instr
 from .conversations import ConversationRoutes, StoredConversations
 from .custom_tools import CustomTool
 from .events import ResponseAnswer
-from .input import InputItem
-from .objects import ConversationReference, RequestedTool, ResponseObject, echoed
+from .input import InputItem, ItemReference
+from .objects import (
+    RESPONSE_PREFIX,
+    ConversationReference,
+    RequestedTool,
+    ResponseObject,
+    echoed,
+)
 from .request import ResponsesRequest
 from .store import StoreClient
 from .stored import StoredResponses
 
 _NOTHING_STORED = (
     "nothing is stored on this server (plugin.response_stores.use); send the whole conversation as "
-    "input"
+    "input (some clients do with store = false)"
 )
 _NAMES: Renaming = ((re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),)
 """Names of fields in the engine's errors, and those of this route."""
@@ -75,7 +81,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
     summary = "Answer a conversation of items."
     body_type = ResponsesRequest
     response_type = ResponseObject
-    id_prefix = "resp_"
+    id_prefix = RESPONSE_PREFIX
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -251,7 +257,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             AnswerError: there is no such response or conversation.
             RequestError: nothing is stored, or the conversation has no items or too many.
         """
-        body, store = parsed.body, self._store
+        body, store = await self._with_items(parsed.call.client, parsed.body), self._store
         history = await self._history(parsed.call.client, body)
         if not history.items and not body.items():
             raise RequestError(
@@ -281,6 +287,20 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
                 f"server, got {number}"
             )
         return history.items, msgspec.structs.replace(body, session=session, retain_seconds=seconds)
+
+    async def _with_items(self, client: Client, body: ResponsesRequest) -> ResponsesRequest:
+        """Return the body with stored items instead of references to them.
+
+        Raises:
+            RequestError: nothing is stored.
+        """
+        items = body.items()
+        for index, item in enumerate(items):
+            if isinstance(item, ItemReference) and self._stored is None:
+                raise RequestError(f"input[{index}].type: 'item_reference': {_NOTHING_STORED}")
+        if self._stored is None:
+            return body
+        return msgspec.structs.replace(body, input=await self._stored.resolved(client, items))
 
     async def _history(self, client: Client, body: ResponsesRequest) -> _History:
         """Return the items that the request names.

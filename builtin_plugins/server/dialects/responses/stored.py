@@ -18,11 +18,12 @@ from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, Route
 from hardpoint.typed import convert, shown
 
-from .input import InputItem
-from .objects import ResponseObject
+from .input import InputItem, ItemReference
+from .objects import RESPONSE_PREFIX, ResponseObject
 from .store import StoreClient, complete_record
 
-_ID = re.compile(r"resp_[\x21-\x7e]{1,128}")
+_ID = re.compile(RESPONSE_PREFIX + r"[\x21-\x7e]{1,128}")
+_ITEM_ID = re.compile(r"[a-z]+_(.+)_\d+")
 _MOST_ITEMS = 100
 
 
@@ -43,8 +44,13 @@ class Stored(msgspec.Struct, kw_only=True):
 
     def items(self) -> list[InputItem]:
         """Return the conversation: the input, and the items of the answer."""
-        output: Sequence[Any] = msgspec.json.decode(self.response)["output"]
-        return msgspec.convert([*self.input, *output], list[InputItem])
+        return [*msgspec.convert(self.input, list[InputItem]), *self.output().values()]
+
+    def output(self) -> dict[str, InputItem]:
+        """Return the items of the answer by their ids."""
+        records: list[dict[str, Any]] = msgspec.json.decode(self.response)["output"]
+        items = msgspec.convert(records, list[InputItem])
+        return {record["id"]: item for record, item in zip(records, items, strict=True)}
 
 
 class DeletedResponse(msgspec.Struct):
@@ -196,6 +202,29 @@ class StoredResponses:
             AnswerError: the client has none of that id.
         """
         return await self._found(client, response_id, "previous_response_id")
+
+    async def resolved(self, client: Client, items: Sequence[InputItem]) -> list[InputItem]:
+        """Return items with items of stored answers instead of references.
+
+        References to unknown items remain.
+
+        Raises:
+            BlamedError: the store failed.
+        """
+        answers: dict[str, dict[str, InputItem]] = {}
+        found: list[InputItem] = []
+        for item in items:
+            if isinstance(item, ItemReference) and (match := _ITEM_ID.fullmatch(item.id)):
+                name = RESPONSE_PREFIX + match[1]
+                if name not in answers:
+                    stored = None
+                    if _ID.fullmatch(name):
+                        stored = await self._store.get(client, name, Stored)
+                    answers[name] = {} if stored is None else stored.output()
+                found.append(answers[name].get(item.id, item))
+            else:
+                found.append(item)
+        return found
 
     async def keep(
         self,

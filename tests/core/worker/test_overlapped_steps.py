@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
 from support.driving import FINAL, alone, run, summary, varied_jobs
+from support.plugins.late_ops import KnownOps
 from support.searching import searches_long
 
 from hardpoint import SamplingParams, plugins
 from hardpoint.plugins import LogitsProcessor, Phase
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_engine
-from hardpoint.testing.timing.device_stream import DeviceStream
 from hardpoint.testing.timing.stream_ops import StreamOps
 
 COUNT = 40 if searches_long() else 12
 NUM_SCHEDULES = 1000 if searches_long() else 20
 PER_ENGINE = 5
 POLICIES = ("fcfs", "priority", "fair", "shortest_first")
-AHEAD = {"ops": {"use": f"{__name__}:KnownOps"}}
+AHEAD = {"ops": {"use": "support.plugins.late_ops:KnownOps"}}
 STACKS = {
     "defaults": {},
     "chunks-of-16": {"scheduler": {"max_num_batched_tokens": 16}},
@@ -33,29 +32,6 @@ STACKS = {
         "scheduler": {"max_num_batched_tokens": 48},
     },
 }
-
-
-class KnownOps(StreamOps):
-    """A step of the device ends when the next one is launched, or after `step_seconds`."""
-
-    contract = 1
-    opened: list[KnownOps] = []
-
-    class Options(StreamOps.Options):
-        step_seconds: float = 0.2
-
-    def __init__(self, context):
-        super().__init__(context)
-        self._skipped = 0.0
-        self.stream = DeviceStream(self._clock)
-        self.opened.append(self)
-
-    def _clock(self):
-        return time.perf_counter() + self._skipped
-
-    def launch_forward(self):
-        self._skipped += max(self.stream.idle_at - self._clock(), 0.0)
-        super().launch_forward()
 
 
 class WritingOps(KnownOps):

@@ -82,7 +82,7 @@ def test_refused_packages(package, site):
 def test_exit_in_a_check(site):
     records = assert_judged(EXITS, site)
     assert records["check"]["test_contract"]["proved"] is True
-    assert records["check"]["test_statistics"]["proved"] is False
+    assert records["check"]["test_resources"]["proved"] is False
     assert records["check"]["test_speed"]["proved"] is None
 
 

@@ -89,8 +89,8 @@ EXITS = Package(
     sink(imports="import os", record="os._exit(3)"),
     exit_code=1,
     problem="its process ended with exit code 3",
-    outcomes={"test_statistics": "failed", "test_speed": "not_proved"},
-    messages={"test_statistics": "exit code 3", "test_speed": "the run ended before"},
+    outcomes={"test_resources": "failed", "test_speed": "not_proved"},
+    messages={"test_resources": "exit code 3", "test_speed": "the run ended before"},
 )
 
 EXPECTED = Package(
@@ -186,7 +186,7 @@ class Part(StepPart):
 """,
     exit_code=1,
     outcomes={"test_contract": "proved", "test_effect": "failed"},
-    messages={"test_effect": "no half has a method of its own, expected one that has an effect"},
+    messages={"test_effect": "no half has a method of its own"},
     kind="step_parts",
     value="Part",
 )

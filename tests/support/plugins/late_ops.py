@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from hardpoint.kernels import cpu
+from hardpoint.testing.timing.device_stream import DeviceStream
 from hardpoint.testing.timing.stream_ops import StreamOps
 
 
@@ -15,20 +18,41 @@ def default_ops() -> str:
     return "native_cpu"
 
 
-class LateOps(StreamOps):
-    """Launches the time of a step before each copy: only the scripted model does so itself."""
+class KnownOps(StreamOps):
+    """A step of the device ends when the next one is launched, or after `step_seconds`."""
 
     contract = 1
-    opened: list[LateOps] = []
+    opened: list[KnownOps] = []
 
     class Options(StreamOps.Options):
-        wraps: str = default_ops()
-        step_seconds: float = 0.001
+        step_seconds: float = 0.2
 
     def __init__(self, context):
         super().__init__(context)
+        self._skipped = 0.0
+        self.stream = DeviceStream(self._clock)
         self.opened.append(self)
 
-    def copy_to_host(self, tensors):
+    def _clock(self):
+        return time.perf_counter() + self._skipped
+
+    def launch_forward(self):
+        self._skipped += max(self.stream.idle_at - self._clock(), 0.0)
+        super().launch_forward()
+
+
+class LateOps(KnownOps):
+    """Launches the time of a step where the embeddings of its tokens are looked up.
+
+    The scripted model alone does so itself.
+    """
+
+    contract = 1
+
+    class Options(KnownOps.Options):
+        wraps: str = default_ops()
+        step_seconds: float = 0.01
+
+    def gather_rows(self, table, ids):
         self.launch_forward()
-        return super().copy_to_host(tensors)
+        return super().gather_rows(table, ids)

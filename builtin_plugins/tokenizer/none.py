@@ -18,6 +18,7 @@ _WHY = 'for the engine has no tokenizer (tokenizer.use = "none")'
 _CHECKS_WITH_TEXT = (
     *("test_vocabulary", "test_round_trip", "test_stream", "test_streams_apart"),
     *("test_deterministic", "test_threads", "test_reads_only", "test_memory", "test_speed"),
+    *("test_resources", "test_close"),
 )
 
 

@@ -13,6 +13,7 @@ from hardpoint.errors import HardpointError
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import EngineConfig
+from hardpoint.typed import toml_text
 
 from .adapters.external_packages import component_hint
 from .kinds import KINDS, Number, PluginKind, value_at
@@ -168,7 +169,7 @@ def name_of(reference: str, among: Iterable[SelectedPlugin]) -> str:
 
 def toml_key(name: str) -> str:
     """Return a name as a key of a TOML document, in quotes where TOML needs them."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_text(name)
 
 
 def ambiguity(reference: str, path: str, plugins: Sequence[InstalledPlugin], origin: str) -> str:
@@ -281,7 +282,7 @@ def offers(
     if len({f.kind for f in same}) < len(same):
         reference = " or ".join(f'"{f.value}"' for f in matching)
     else:
-        reference = f'"{kind}/{name}"' if same[1:] else f'"{name}"'
+        reference = f'"{kind}/{name}"' if same[1:] else toml_text(name)
     return (
         f"; {listed} {'offer' if matching[1:] else 'offers'} it: add {reference} to plugins.enable"
     )

@@ -159,4 +159,4 @@ def toml_text(value: Any) -> str:
         return "[" + ", ".join(map(toml_text, value)) + "]"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML forbids DEL

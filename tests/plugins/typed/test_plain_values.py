@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import Meta
 
@@ -183,6 +183,7 @@ TOML_VALUES = st.recursive(
 
 
 @given(TOML_VALUES)
+@example("\x7f")
 def test_values_in_toml_are_read_as_they_were(value):
     assert tomllib.loads(f"a = {toml_text(value)}") == {"a": value}
 

@@ -50,9 +50,13 @@ class Learns(LastPair):
 class FirstLayers(Sample, Speculator, contract=1):
     """Right: the likeliest tokens of the first layers of the engine's model."""
 
+    cache_bytes = 1 << 14
+
     def __init__(self, context):
         super().__init__(context)
-        self.model = context.open_model(context.MAIN_MODEL, 1 << 14, num_layers=context.num_layers)
+        self.model = context.open_model(
+            context.MAIN_MODEL, self.cache_bytes, num_layers=context.num_layers
+        )
 
     def propose(self, requests, budget):
         return [self.drafts_of(request) for request in requests]
@@ -77,6 +81,8 @@ class FirstLayers(Sample, Speculator, contract=1):
 
 
 class KeepsSequences(FirstLayers):
+    cache_bytes = 1 << 24
+
     def ended(self, request):
         pass
 

@@ -16,7 +16,7 @@ DEMO = {  # the shape of the demo model, with fewer layers
     "vocab_size": 1024,
     "hidden_size": 576,
     "intermediate_size": 1536,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "max_position_embeddings": LENGTH,

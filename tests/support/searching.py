@@ -47,4 +47,4 @@ def kit_examples(share: float = 1.0) -> float:
     Args:
         share: share of that in `nightly`, for a suite like another one.
     """
-    return 5.0 * share if searches_long() else 0.05
+    return 2.0 * share if searches_long() else 0.05

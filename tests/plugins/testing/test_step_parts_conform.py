@@ -44,6 +44,7 @@ from hardpoint.plugins import (
     LoRARequest,
     ModelConfig,
     ReasoningMarkers,
+    Request,
     SamplingParams,
     requests,
 )
@@ -55,6 +56,7 @@ from hardpoint.plugins.requests.media import Image
 from hardpoint.plugins.requests.media_format import MediaFormat
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import ScriptedDrafts, ScriptedModel, StepPartSuite
+from hardpoint.testing.running.step_parts.compared import block_hashes
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -423,6 +425,13 @@ class TestStatistics(StepPartSuite):
     examples = kit_examples()
     part = RequestStatistics
     config = {"stats": {"request_metrics": True}}
+
+
+def test_the_suite_hashes_blocks_of_live_requests():
+    live = Request(request([*range(32)]))
+    first, second = block_hashes(live, 2)
+    assert first != second
+    assert block_hashes(live, 1) == [first]
 
 
 class TestRetention(StepPartSuite):

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from hardpoint.host.boundary.parts.hooks import ENGINE_HOOKS, WORKER_HOOKS
-from hardpoint.plugins import EngineHalf, GrammarBitmask, SchedulerOutput, StepPart, WorkerHalf
+from hardpoint.plugins import (
+    EngineHalf,
+    GrammarBitmask,
+    Request,
+    SchedulerOutput,
+    StepPart,
+    WorkerHalf,
+)
 from hardpoint.testing.reporting.calls import CLOSE, call
 from hardpoint.testing.running.request_scripts import RequestScript
 from hardpoint.testing.suite import Rule
@@ -149,7 +156,7 @@ class Halves:
                 call(CLOSE, closed.close)
 
 
-def block_hashes(request: Any, num_blocks: int) -> list[bytes]:
+def block_hashes(request: Request, num_blocks: int) -> list[bytes]:
     """Return hashes of the blocks of a request."""
-    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    tokens = [*request.source.prompt_token_ids, *request.output_token_ids]
     return [repr(tokens[: 16 * (block + 1)]).encode() for block in range(num_blocks)]

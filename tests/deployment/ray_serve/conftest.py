@@ -9,14 +9,14 @@ from support.joining import free_port
 from support.ray_nodes import two_nodes
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def nodes():
     """Two nodes; the ingress runs on the first, and one engine on each."""
     with two_nodes(head={"ingress": 1, "engine": 1}, second={"engine": 1}) as started:
         yield started
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def port(nodes):
     """The port at which Serve listens; this process has joined the cluster."""
     import ray

@@ -4,6 +4,6 @@ import pytest
 from support.embedded import EmbeddedModel
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def embedded(tmp_path_factory):
     return EmbeddedModel(tmp_path_factory.mktemp("model"))

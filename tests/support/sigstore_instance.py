@@ -17,6 +17,7 @@ _TIMESTAMPS = ObjectIdentifier("1.3.6.1.4.1.11129.2.4.2")
 _ISSUER = ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
 _LOG = "log.tests.example"
 _DAY = datetime.timedelta(days=1)
+_DER = serialization.Encoding.DER
 
 
 def _encode(data):
@@ -29,7 +30,11 @@ def _new_key():
 
 def _spki(key):
     form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return key.public_key().public_bytes(serialization.Encoding.DER, form)
+    return key.public_key().public_bytes(_DER, form)
+
+
+def _key_id(key):
+    return hashlib.sha256(_spki(key)).digest()
 
 
 def _sign(key, data):
@@ -56,7 +61,7 @@ class SigstoreInstance:
     def trusted_root(self):
         """The trusted root, as JSON."""
         start = {"start": (self._now - 30 * _DAY).isoformat()}
-        certificate = {"rawBytes": _encode(self._root.public_bytes(serialization.Encoding.DER))}
+        certificate = {"rawBytes": _encode(self._root.public_bytes(_DER))}
         authority = {
             "subject": {"organization": "tests", "commonName": "tests"},
             "uri": "https://authority.tests.example",
@@ -112,11 +117,11 @@ class SigstoreInstance:
             builder = builder.add_extension(extension, critical)
         body = builder.sign(self._authority, hashes.SHA256()).tbs_certificate_bytes
         time = (int(self._now.timestamp()) * 1000).to_bytes(8)
-        issuer_hash = hashlib.sha256(_spki(self._authority)).digest()
-        head = b"\0\0" + time + b"\0\1"
-        signature = _sign(self._certificates, head + issuer_hash + _sized(body, 3) + b"\0\0")
-        log = hashlib.sha256(_spki(self._certificates)).digest()
-        stamp = b"\0" + log + time + b"\0\0" + b"\4\3" + _sized(signature, 2)
+        entry = b"\0\1" + _key_id(self._authority) + _sized(body, 3)
+        signature = _sign(self._certificates, b"\0\0" + time + entry + b"\0\0")
+        stamp = (
+            b"\0" + _key_id(self._certificates) + time + b"\0\0" + b"\4\3" + _sized(signature, 2)
+        )
         stamps = _sized(_sized(stamp, 2), 2)
         octets = b"\4" + _sized(stamps, 1)  # at most 123 bytes
         builder = builder.add_extension(x509.UnrecognizedExtension(_TIMESTAMPS, octets), False)
@@ -139,7 +144,7 @@ class SigstoreInstance:
         body = _canonical(record)
         leaf = hashlib.sha256(b"\0" + body).digest()
         note = f"{_LOG}\n1\n{_encode(leaf)}\n"
-        identifier = hashlib.sha256(_spki(self._log)).digest()
+        identifier = _key_id(self._log)
         signed = _encode(identifier[:4] + _sign(self._log, note.encode()))
         time = int(self._now.timestamp())
         promised = {
@@ -166,7 +171,6 @@ class SigstoreInstance:
         }
 
 
-_DER = serialization.Encoding.DER
 _USAGES = [
     "digital_signature",
     "content_commitment",
@@ -193,7 +197,7 @@ def _log_entry(key, start):
             "keyDetails": "PKIX_ECDSA_P256_SHA_256",
             "validFor": start,
         },
-        "logId": {"keyId": _encode(hashlib.sha256(_spki(key)).digest())},
+        "logId": {"keyId": _encode(_key_id(key))},
     }
 
 

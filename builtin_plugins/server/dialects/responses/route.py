@@ -295,11 +295,11 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             RequestError: nothing is stored.
         """
         items = body.items()
-        for index, item in enumerate(items):
-            if isinstance(item, ItemReference) and self._stored is None:
-                raise RequestError(f"input[{index}].type: 'item_reference': {_NOTHING_STORED}")
-        if self._stored is None:
+        references = [i for i, item in enumerate(items) if isinstance(item, ItemReference)]
+        if not references:
             return body
+        if self._stored is None:
+            raise RequestError(f"input[{references[0]}].type: 'item_reference': {_NOTHING_STORED}")
         return msgspec.structs.replace(body, input=await self._stored.resolved(client, items))
 
     async def _history(self, client: Client, body: ResponsesRequest) -> _History:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 from hardpoint.testing.pytest_hooks import SEED_VARIABLE
 
-_NIGHTLY = 500
+_NIGHTLY = 200
 _DEFAULT = 20
 
 # On a machine that others use too, slowness is no finding.
@@ -31,7 +31,7 @@ def searches_long() -> bool:
 
 
 def examples(count: int, **options: object) -> settings:
-    """Return settings with at most 20 examples in the profile `ci`, at least 500 in `nightly`.
+    """Return settings with at most 20 examples in the profile `ci`, at least 200 in `nightly`.
 
     Args:
         count: examples in `ci` if fewer, in `nightly` if more.

@@ -3,8 +3,10 @@
 import json
 import re
 import socket
+import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 from support.broken.packages import (
@@ -21,6 +23,7 @@ from support.broken.packages import (
     Package,
 )
 from support.fake_generator import run_command
+from support.process.forked_python import forked_python
 from support.strangers import Site, open_site
 
 from hardpoint.errors import PluginConflictError, PluginNotFoundError
@@ -35,8 +38,19 @@ from hardpoint.typed import convert
 LIMITS = {"seconds": 300, "memory_bytes": 16 << 30, "file_bytes": 1 << 30, "num_files": 1024}
 
 
+def _fork(command, **options):
+    return forked_python().popen(command[1:], is_torn_down=False, **options)
+
+
 @pytest.fixture
-def site(tmp_path, monkeypatch):
+def site(request, tmp_path, monkeypatch):
+    """A site; the children of checks are forks, unless a test is marked `fresh_process`.
+
+    To import Hardpoint takes most of a short check.
+    """
+    if request.node.get_closest_marker("fresh_process") is None:
+        module = SimpleNamespace(Popen=_fork, PIPE=subprocess.PIPE)
+        monkeypatch.setattr("hardpoint.testing.checking.parent.subprocess", module)
     monkeypatch.setenv("HARDPOINT_EXAMPLES", "0.05")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # by which kernels of a GPU take minutes
@@ -127,6 +141,7 @@ def test_options_of_a_call_replace_those_of_a_suite(site):
     )
 
 
+@pytest.mark.fresh_process  # a fork has imported what a package would
 def test_what_a_package_does(site):
     ACTIVE.install(site)
     site.install("acme_twin", ACTIVE.source, {"stat_sinks": {"active": "acme_twin:Sink"}})

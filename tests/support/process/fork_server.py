@@ -154,11 +154,16 @@ class ForkServer:
         return ForkedProcess(command, pid)
 
     def fork_program(
-        self, arguments: list[str], cwd: str, environment: dict[str, str], streams: list[int]
+        self,
+        arguments: list[str],
+        cwd: str,
+        environment: dict[str, str],
+        descriptors: dict[int, int],
+        has_session: bool,
     ) -> int:
         """Return the process id of a fork that runs `python *arguments`."""
-        request = {"arguments": arguments, "cwd": cwd, "environment": environment}
-        return request_fork(self._control, request, streams)
+        request = program_request(arguments, cwd, environment, descriptors, has_session)
+        return request_fork(self._control, request, list(descriptors.values()))
 
 
 class EngineStarts:
@@ -237,6 +242,23 @@ def one_thread(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "OPENBLAS_NUM_THREADS": "1"}
 
 
+def program_request(
+    arguments: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    descriptors: dict[int, int],
+    has_session: bool,
+) -> dict[str, Any]:
+    """Return the request of a program, whose descriptors are sent by their numbers in it."""
+    return {
+        "arguments": arguments,
+        "cwd": cwd,
+        "environment": environment,
+        "numbers": list(descriptors),
+        "has_session": has_session,
+    }
+
+
 def request_fork(control: socket.socket, request: object, descriptors: list[int]) -> int:
     """Return the process id of a fork for a request, which is a child of this process."""
     with _ONE_REQUEST:
@@ -308,16 +330,21 @@ def fork_on_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
         control.send(b"orphaned")
 
 
-def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Be as a process that was started with the command of the request."""
-    os.setsid()
+def number_descriptors(descriptors: list[int], numbers: list[int]) -> None:
+    """Give the descriptors these numbers."""
     # First above all numbers that are asked for, so that none takes the place of another.
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
-    for descriptor, wanted in zip(above, request["descriptors"], strict=True):
+    for descriptor, wanted in zip(above, numbers, strict=True):
         os.dup2(descriptor, wanted)
         os.close(descriptor)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Be as a process that was started with the command of the request."""
+    os.setsid()
+    number_descriptors(descriptors, request["descriptors"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -28,7 +28,9 @@ from support.process.fork_server import (
     delay_if_stressed,
     fork_on_request,
     import_builtins,
+    number_descriptors,
     one_thread,
+    program_request,
     request_fork,
     run_and_leave,
     serve_engines,
@@ -43,8 +45,9 @@ _IMPORTED = (
 )
 
 
-Fork = Callable[[list[str], str, dict[str, str], list[int]], int]
-"""Starts a program with arguments, a folder, an environment and standard streams: its id."""
+Fork = Callable[[list[str], str, dict[str, str], dict[int, int], bool], int]
+"""Starts a program with arguments, a folder, an environment, descriptors by the numbers that they
+get, and whether it is in a session of its own; returns its process id."""
 
 
 class ForkedPython:
@@ -105,7 +108,8 @@ class ForkedPython:
 
         Args:
             is_torn_down: as of `fork`.
-            options: `cwd`, `env`, streams and their encoding, as of `subprocess.Popen`.
+            options: `cwd`, `env`, `pass_fds`, `start_new_session`, streams and their encoding, as
+                of `subprocess.Popen`.
         """
         fork = functools.partial(self.fork, is_torn_down=is_torn_down)
         return _ForkedPopen(fork, arguments, **options)
@@ -115,17 +119,18 @@ class ForkedPython:
         arguments: list[str],
         cwd: str,
         environment: dict[str, str],
-        streams: list[int],
+        descriptors: dict[int, int],
+        has_session: bool,
         *,
         is_torn_down: bool = True,
     ) -> int:
-        """Return the process id of a fork that runs a program with these standard streams.
+        """Return the process id of a fork that runs a program with these descriptors.
 
         `is_torn_down`: whether its modules are taken apart at its end.
         """
-        request = {"arguments": arguments, "cwd": cwd, "environment": environment}
+        request = program_request(arguments, cwd, environment, descriptors, has_session)
         request["is_torn_down"] = is_torn_down
-        return request_fork(self._control, request, streams)
+        return request_fork(self._control, request, list(descriptors.values()))
 
     def fork_server(self, control: socket.socket, path: list[str]) -> int:
         """Return the process id of a fork that serves engine processes.
@@ -143,12 +148,17 @@ class _Forked(subprocess.Popen):
 
     def fork(self, fork: Fork, args: list[str], *options: Any) -> None:
         """Fork instead of starting a program; the options are the same as of `_execute_child`."""
-        cwd, environment, pipes = options[4], options[5], options[9:15]
+        passed, cwd, environment, pipes, has_session = (
+            *options[3:6],
+            options[9:15],
+            options[20],
+        )
         stdin, _, _, stdout, _, stderr = pipes
-        pairs = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
-        streams = [default if descriptor == -1 else descriptor for descriptor, default in pairs]
+        streams = enumerate((stdin, stdout, stderr))
+        descriptors = {n: n if descriptor == -1 else descriptor for n, descriptor in streams}
+        descriptors |= {descriptor: descriptor for descriptor in passed}
         environment = dict(os.environ if environment is None else environment)
-        self.pid = fork(args[1:], str(cwd or Path.cwd()), environment, streams)
+        self.pid = fork(args[1:], str(cwd or Path.cwd()), environment, descriptors, has_session)
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -187,9 +197,9 @@ def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int
     if "path" in request:
         _be_server(request, socket.socket(fileno=descriptors[0]))
         return
-    for descriptor, standard in zip(descriptors, (0, 1, 2), strict=True):
-        os.dup2(descriptor, standard)
-        os.close(descriptor)
+    if request["has_session"]:
+        os.setsid()
+    number_descriptors(descriptors, request["numbers"])
     _open_streams(unbuffered=bool(request["environment"].get("PYTHONUNBUFFERED")))
     os.chdir(request["cwd"])
     os.environ.clear()

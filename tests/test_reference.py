@@ -40,11 +40,19 @@ def reference(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory) -> dict[str, str]:
+def script() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        return runpy.run_path(str(ROOT / "scripts" / "reference.py"))
+
+
+@pytest.fixture(scope="module")
+def pages(script, tmp_path_factory) -> dict[str, str]:
     """The pages that the script writes, by name."""
     folder = tmp_path_factory.mktemp("docs") / "reference"
-    done = reference("--folder", str(folder))
-    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["reference", "--folder", str(folder)])
+        assert script["main"]() == 0
     return {name: (folder / name).read_text() for name in PAGES}
 
 
@@ -82,13 +90,6 @@ def test_the_suite_of_schedulers_has_its_rules(pages):
     section = pages["conformance.md"].split("\n## SchedulerSuite\n")[1].split("\n## ")[0]
     assert "| rule | requirement | fix |" in section
     assert "\n| limits | " in section
-
-
-@pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts")
-        return runpy.run_path(str(ROOT / "scripts" / "reference.py"))
 
 
 UNDESCRIBED = """\

@@ -23,7 +23,7 @@ class TestLogSink(StatSinkSuite):
 
 
 class TestPrometheusSink(StatSinkSuite):
-    examples = kit_examples() if searches_long() else 0.03  # each makes a registry
+    examples = kit_examples(0.25) if searches_long() else 0.03  # each makes a registry
     sink = PrometheusSink
 
 

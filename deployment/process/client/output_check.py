@@ -151,6 +151,12 @@ class OutputCheck:
         while self._late and now - self._late[0][0] > _LATE_S:
             self._late.popleft()
 
+    def forget_all(self) -> list[str]:
+        """Expect no more outputs; return the ids of the requests that have not ended."""
+        request_ids = list(self._requests)
+        self.forget(request_ids)
+        return request_ids
+
     def check_size(self, num_bytes: int, num_calls: int) -> None:
         """Check the size of a message before it is decoded, which takes many times its memory.
 

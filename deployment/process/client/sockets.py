@@ -18,7 +18,7 @@ import zmq
 
 from hardpoint import typed
 from hardpoint.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
-from hardpoint.host.boundary.errors import engine_dead, error_of
+from hardpoint.host.boundary.errors import engine_dead, error_of, rejection_output
 from hardpoint.host.system.encoding import (
     MOST_BYTES,
     Decoder,
@@ -28,6 +28,7 @@ from hardpoint.host.system.encoding import (
 from hardpoint.plugins import EngineCoreOutputs, RequestError
 from hardpoint.process.protocol import (
     END_MARKERS,
+    ENGINE_CORE_EXITED,
     EngineAddresses,
     EngineCoreReadyResponse,
     RequestType,
@@ -55,6 +56,7 @@ _WAKE_ADDRESS = "inproc://reader"
 _STOP, _FLUSH = b"stop", b"flush"  # what the reader thread is woken up for
 _FLUSH_INTERVAL_MS = 20  # how often the reader retries the backlog
 _RETRY_INTERVAL_S = 0.002
+_SHUTTING_DOWN = "the engine is shutting down"
 
 READER_THREAD = "EngineCoreOutputs"
 """Name of the thread that reads outputs."""
@@ -146,6 +148,7 @@ class EngineSockets:
         self._calls: dict[int, tuple[str, Future[Any]]] = {}
         self._call_ids = itertools.count()
         self._error: Exception | None = None
+        self._left: Exception | None = None
         self._check_process: Callable[[], None] = _no_check
         self._failure: Callable[[], Exception | None] | None = None
         self._reader: threading.Thread | None = None
@@ -274,9 +277,13 @@ class EngineSockets:
             if self._error is not None:
                 return
             self._error = error
-            calls, self._calls = self._calls, {}
         with self._send_lock:
             self._backlog.clear()
+        self._fail_calls(error)
+
+    def _fail_calls(self, error: Exception) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, {}
         for _, future in calls.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(engine_dead(error))
@@ -313,8 +320,8 @@ class EngineSockets:
         self._raise_if_failed()
 
     def _raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise engine_dead(self._error)
+        if (error := self._error or self._left) is not None:
+            raise engine_dead(error)
 
     def _encoded(self, kind: RequestType, message: Any) -> _Frames:
         try:
@@ -340,7 +347,7 @@ class EngineSockets:
             if (
                 cause.errno == zmq.EHOSTUNREACH and self._failure is not None
             ):  # it has closed its socket
-                reason = self._failure() or EngineDeadError("the engine is shutting down")
+                reason = self._failure() or EngineDeadError(_SHUTTING_DOWN)
                 left = engine_dead(reason)
                 raise left from left.__cause__ or cause
             raise EngineDeadError(f"the engine cannot be reached: {cause}") from cause
@@ -362,7 +369,9 @@ class EngineSockets:
                 Decoder(EngineCoreOutputs | UtilityOutput) if check is None else check.decoder
             )
             while (frames := self._receive(poller)) is not None:
-                if frames[0].bytes in END_MARKERS:
+                if (marker := frames[0].bytes) in END_MARKERS:
+                    if marker == ENGINE_CORE_EXITED:
+                        self._fail_lost(on_outputs)
                     on_end(None)
                     return
                 if check is not None:
@@ -378,6 +387,18 @@ class EngineSockets:
             on_end(error)
         finally:
             self._output.close(0)
+
+    def _fail_lost(self, on_outputs: OnOutputs) -> None:
+        """Fail the requests and calls that an engine that ended in order has not read.
+
+        It answers what it has read before its end marker. ZMQ loses what is sent between the
+        moment when the engine closes its sockets and the one when this process notices it; and
+        the process may live for long afterwards.
+        """
+        self._left = error = EngineDeadError(_SHUTTING_DOWN)
+        self._fail_calls(error)
+        for request_id in () if self.check is None else self.check.forget_all():
+            on_outputs(rejection_output(request_id, error))
 
     def _receive(self, poller: zmq.Poller) -> list[zmq.Frame] | None:
         while True:

@@ -14,6 +14,7 @@ from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishReason,
     SamplingParams,
 )
 from hardpoint.plugins.component.manifest import Manifest
@@ -30,7 +31,8 @@ class Sink:
         self.took, self.go_on = [], threading.Event()
 
     def __call__(self, item):
-        self.took.append(item if isinstance(item, Exception) else item.outputs[0].request_id)
+        error = item if isinstance(item, Exception) else item.outputs[0].error
+        self.took.append(error or item.outputs[0].request_id)
         if not isinstance(item, Exception):
             assert self.go_on.wait(PATIENCE_S)
 
@@ -51,7 +53,8 @@ def connected(played):
 
 
 def send_output(played, request_id):
-    played.engine.send(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=request_id)]))
+    last = EngineCoreOutput(request_id=request_id, finish_reason=FinishReason.LENGTH)
+    played.engine.send(EngineCoreOutputs(outputs=[last], finished_requests={request_id}))
 
 
 def test_outputs_come_before_the_failure_that_followed_them(connected):
@@ -89,6 +92,27 @@ def test_outputs_come_before_the_end_of_a_process_that_exits_in_order(connected)
     *outputs, error = sink.took
     assert outputs == ["a", "b"]
     assert str(error) == "the engine process exited with code 0"
+
+
+def test_what_an_engine_has_not_read_fails_at_its_end_marker(connected):
+    """The process may live for long: it closes plugins."""
+    client, sink, played = connected
+    sink.go_on.set()
+    send_output(played, "a")
+    answer = client.call("is_paused")
+    played.engine.send(ENGINE_CORE_EXITED)
+    with pytest.raises(EngineDeadError, match=r"^the engine is shutting down$"):
+        answer.result(PATIENCE_S)
+    wait_until(lambda: len(sink.took) == 2, PATIENCE_S, "the end of b")
+    assert sink.took == ["a", "the engine is shutting down"]
+    late = EngineCoreRequest(request_id="c", prompt_token_ids=[1], params=SamplingParams())
+    for send in (lambda: client.add_request(late), lambda: client.call("is_paused")):
+        with pytest.raises(EngineDeadError, match=r"^the engine is shutting down$"):
+            send()
+    client.abort_requests(["b"])
+    played.exit()
+    wait_until(lambda: len(sink.took) == 3, PATIENCE_S, "the end of the process")
+    assert str(sink.took[-1]) == "the engine process exited with code 0"
 
 
 def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch):

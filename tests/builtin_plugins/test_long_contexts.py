@@ -12,13 +12,13 @@ from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 
 LENGTH = 32768
-DEMO = {  # the shape of the demo model, with fewer layers
+SHAPE = {  # heads of the demo model, a third of them, and few layers
     "vocab_size": 1024,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
+    "hidden_size": 192,
+    "intermediate_size": 512,
     "num_hidden_layers": 2,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
     "max_position_embeddings": LENGTH,
     "bos_token_id": None,
     "eos_token_id": 2,
@@ -53,12 +53,12 @@ def test_chunks_of_a_long_sequence_equal_transformers(scaling: str, tmp_path: Pa
     torch.manual_seed(5)
     parameters = {"rope_theta": 10000.0} | SCALINGS[scaling]
     reference = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**DEMO, rope_parameters=parameters)
+        transformers.LlamaConfig(**SHAPE, rope_parameters=parameters)
     ).eval()
     for parameter in reference.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.06)
     reference.save_pretrained(tmp_path)
-    tokens = torch.randint(0, DEMO["vocab_size"], (LENGTH,)).tolist()
+    tokens = torch.randint(0, SHAPE["vocab_size"], (LENGTH,)).tolist()
     hidden = reference.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
     expected = reference.lm_head(hidden)
     loader = open_loader(SafetensorsLoader, tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.once import once
 from support.process.forked_python import forked_python
 from support.processes import ROOT
 from support.signatures import public_names, types_in_signatures
@@ -49,10 +50,13 @@ def script() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pages(script, tmp_path_factory) -> dict[str, str]:
     """The pages that the script writes, by name."""
-    folder = tmp_path_factory.mktemp("docs") / "reference"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["reference", "--folder", str(folder)])
-        assert script["main"]() == 0
+
+    def write(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["reference", "--folder", str(folder)])
+            assert script["main"]() == 0
+
+    folder = once(tmp_path_factory, "reference", write)
     return {name: (folder / name).read_text() for name in PAGES}
 
 

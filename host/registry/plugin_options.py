@@ -19,7 +19,7 @@ from hardpoint.typed import Strict
 
 from .adapt import ADAPTER_KIND, configured
 from .discovery import InstalledPlugin, SelectedPlugin, name_of
-from .kinds import KINDS, Number, value_at
+from .kinds import KINDS, value_at
 from .loading import inspecting
 
 Key = tuple[str, str, str]
@@ -56,7 +56,8 @@ def options_by_component(
     Adapters are replaced in `targets` by ones with their options applied.
     """
     unused = _unused_tables(config, config_sources, chosen, installed)
-    paths = _option_paths(config, config_sources, chosen, targets, unused)
+    off = {name for item in installed for name in (item.name, f"{item.kind}/{item.name}")}
+    paths = _option_paths(config, config_sources, chosen, targets, unused, off)
     result: dict[Key, dict[str, Any]] = {}
     for item in chosen:
         path = paths.get(item.key)
@@ -109,9 +110,11 @@ def _option_paths(
     chosen: Sequence[SelectedPlugin],
     loaded: Container[Key],
     unused: Container[str],
+    installed: Container[str],
 ) -> dict[Key, str]:
     """Return the path of the `[plugin.<name>]` table of each component that has one.
 
+    `unused` and `installed` are names: of tables with a warning, and of installed components.
     Where a component wraps another one of its own name, the table is the wrapper's. Of several
     kinds with one name, it is that of the only component in `loaded`, if there is one: tables of
     those that a model or a request chooses by name have the kind in their own.
@@ -131,8 +134,7 @@ def _option_paths(
         if not keys and name in unused:
             continue
         if not keys:
-            known = sorted({c.name for c in chosen})
-            hint = name_of(name, chosen) or typed.suggest(name, known)
+            hint = _hint_at(name, chosen, installed)
             raise ConfigError(f"{path}: no plugin {name!r} is enabled{hint} (from {origin})")
         if len(certain := [key for key in keys if key in loaded]) == 1:
             keys = certain
@@ -145,29 +147,38 @@ def _option_paths(
     return paths
 
 
+def _hint_at(name: str, chosen: Sequence[SelectedPlugin], installed: Container[str]) -> str:
+    """Return a hint about a table of a component that is not enabled, if there is one."""
+    if hint := name_of(name, chosen):
+        return hint
+    if name in installed:
+        return "; add it to plugins.enable, or remove the table"
+    return typed.suggest(name, sorted({component.name for component in chosen}))
+
+
 def _unused_tables(
     config: EngineConfig,
     config_sources: ConfigSources,
     chosen: Sequence[SelectedPlugin],
     plugins: Sequence[InstalledPlugin],
 ) -> dict[str, str]:
-    """Return a warning for each table of an installed component that is not the chosen one.
+    """Return a warning for each table of an installed component that is not chosen.
 
-    Only of kinds of which there is one: who chooses another one, to compare them or for a while,
-    keeps the options of the first.
+    Only of kinds that a setting chooses: who chooses another one or none, to compare them or for
+    a while, keeps the options of the first.
     """
     used = {name for item in chosen for name in (item.name, f"{item.kind.name}/{item.name}")}
     warnings: dict[str, str] = {}
     for installed in plugins:
         kind = KINDS.get(installed.kind)
-        if kind is None or kind.number is not Number.ONE or kind.chosen_by is None:
+        if kind is None or kind.chosen_by is None:
             continue
         use = value_at(config, kind.chosen_by)
         names = {installed.name, f"{kind.name}/{installed.name}"}
         for name in (names & config.plugin.keys()) - used:
             path = f"plugin.{name}"
             warnings[name] = (
-                f"{path}: these options are not used, for {kind.chosen_by} is {use!r} "
+                f"{path}: these options are not used, because {kind.chosen_by} is {use!r} "
                 f"(from {config_sources.of(path)})"
             )
     return warnings

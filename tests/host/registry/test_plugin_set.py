@@ -13,6 +13,7 @@ from hardpoint.plugins import (
     LogitsProcessor,
     Options,
     SchedulingPolicy,
+    Speculator,
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import SchedulerConfig
@@ -30,7 +31,7 @@ class TestOptions:
 
     def test_options_of_a_plugin_that_is_installed_but_not_on(self, installed):
         installed.offer("logits_processors/dry", component(LogitsProcessor))
-        with pytest.raises(ConfigError, match=r"plugin.dry: no plugin 'dry' is enabled"):
+        with pytest.raises(ConfigError, match="add it to plugins.enable, or remove the table"):
             installed.resolve(plugin={"dry": {}})
 
     def test_options_of_one_that_is_not_the_chosen_one_are_kept_with_a_warning(self, installed):
@@ -39,11 +40,17 @@ class TestOptions:
         for name in ("mine", "scheduling_policies/mine"):
             found = installed.resolve(sources, plugin={name: {"a": 1}})
             assert [w for w in found.warnings if "options" in w] == [
-                f"plugin.{name}: these options are not used, for scheduler.policy is 'fcfs' "
+                f"plugin.{name}: these options are not used, because scheduler.policy is 'fcfs' "
                 f"(from {sources.of(f'plugin.{name}')})"
             ]
         chosen = {"scheduler": SchedulerConfig(policy="mine")}
         assert not installed.resolve(plugin={"mine": {}}, **chosen).warnings
+
+    def test_options_of_one_of_a_list_that_does_not_name_it_are_kept_too(self, installed):
+        installed.offer("speculators/mine", component(Speculator))
+        found = installed.resolve(plugin={"mine": {"a": 1}})
+        (warning,) = [w for w in found.warnings if "options" in w]
+        assert "plugin.mine: these options are not used, because speculation.use is []" in warning
 
     def test_a_name_of_several_kinds(self, installed):
         with pytest.raises(ConfigError) as error:

@@ -40,7 +40,8 @@ DRAFTS = Rule(
 )
 ALONE = Rule(
     "alone: the drafts of requests of one scope do not depend on another scope",
-    "keep learned data by request.scope, and let no request see another's state",
+    "keep learned data by request.scope, and let no request see another's state; a cache that all "
+    "requests share needs room for those of the suite",
 )
 FORGETS = Rule(
     "forgets: a speculator with `learns = False` keeps nothing of ended requests",

@@ -135,8 +135,10 @@ class SequenceModel(Protocol):
     ) -> torch.Tensor:
         """Append tokens to sequences; return the logits after each, float32 [sequences, vocab].
 
-        A name that is not known begins a sequence. After `weights.update`, sequences of the
-        engine's own model first compute their earlier tokens again.
+        An unknown name begins a sequence. All tokens are computed in one step: divide long ones
+        by `max_step_tokens` of the context. The result is the caller's own. After
+        `weights.update`, sequences of the engine's own model first compute their earlier tokens
+        again.
 
         Args:
             token_ids: new tokens, by the name of the sequence.
@@ -144,7 +146,8 @@ class SequenceModel(Protocol):
                 sequence in the order of `token_ids`.
 
         Raises:
-            ValueError: no tokens for a sequence, or more than there is room for.
+            ValueError: no tokens for a sequence, or more than there is room for; nothing is
+                appended.
         """
 
     def length(self, name: str) -> int:
@@ -157,7 +160,10 @@ class SequenceModel(Protocol):
         """
 
     def cut(self, name: str, length: int) -> None:
-        """Forget the tokens of a sequence after the first `length`; all of them with 0."""
+        """Forget the tokens of a sequence after the first `length`; all of them with 0.
+
+        Reserved room behind them is free again. Unknown names are left out.
+        """
 
     def sleep(self) -> None:
         """Release the KV cache, and forget all sequences."""
@@ -198,12 +204,12 @@ class ModelOpener(Protocol):
             same_tokens: whether its token ids have to stand for the same texts as the token ids of
                 the engine's model. Where one of them has no tokenizer, they are not compared.
             num_layers: number of decoder layers of `MAIN_MODEL` to compute before its last norm
-                and output layer (early exit), with a KV cache of these layers; None is all. Models
-                through transformers compute all layers.
+                and output layer (early exit), with a KV cache of these layers; None is all.
 
         Raises:
             ModelError: it cannot be loaded, has another vocabulary or tokenizer, or does not fit;
-                or the engine's own model is divided among ranks, keeps states, or has fewer layers.
+                or the engine's own model is divided among ranks, keeps states, has fewer layers,
+                or ignores `ForwardBatch.num_layers`, as models through transformers do.
         """
 
 

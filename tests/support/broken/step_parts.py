@@ -225,7 +225,7 @@ class NoContract(StepPart):
         return GoodHalf(context)
 
 
-class GivesNoHalf(Good):
+class GivesNoHalf(Sample, StepPart, contract=1):
     def engine_half(self, context):
         return None
 

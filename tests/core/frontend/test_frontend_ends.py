@@ -25,7 +25,7 @@ from hardpoint.testing import scripted_config, scripted_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(
-    temperature=0.0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    temperature=0.0, max_tokens=30_000, ignore_eos=True, output_kind=RequestOutputKind.DELTA
 )
 SLOWLY = msgspec.structs.replace(ENDLESS, plugin_args={"slow": {"seconds": 0.05}})
 

@@ -18,7 +18,7 @@ from hardpoint.toolkit.images import ImageDecoder
 LIMITS = ImagesConfig(max_pixels=1 << 20, decode_seconds=60.0)
 WORDS = re.compile(
     r"messages\[0\]\.content\[\d+\]: ("
-    r"expected an image (in the format|of at most|of one frame|whose)"
+    r"expected an image (in the format|of at most|of one frame|whose|with a longer side of at most)"
     r"|expected a whole image; this \w+ image|decoding it takes more than)"
 )
 

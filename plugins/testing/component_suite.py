@@ -24,7 +24,12 @@ from hardpoint.plugins import ConfigError, HardpointError, RequestError
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.component.base import MAX_STATE_BYTES
 
-from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments, with_creator
+from .engine_access import (
+    check_plugin_class,
+    complete_context,
+    plugin_name,
+    prepare_request_arguments,
+)
 from .general.suite import GeneralSuite, InUse
 from .suite import (
     ConformanceSuite,
@@ -128,7 +133,7 @@ class ComponentSuite(ConformanceSuite):
         if "options" not in fields:
             fields["options"] = self._checked_options()
         made = context_type(name=self._name(), **fields)
-        context = with_creator(made, self.kind)
+        context = complete_context(made, self.kind, cls)
         try:
             component = cls(context)
         except HardpointError:

@@ -40,6 +40,7 @@ from hardpoint.host.boundary.parts.components import call_declared as call_decla
 from hardpoint.host.boundary.parts.components import describe_fault as describe_fault
 from hardpoint.host.boundary.policy import PolicyArguments
 from hardpoint.host.registry.adapt import load_component
+from hardpoint.host.registry.adapters.contract_1 import context_for
 from hardpoint.host.registry.discovery import installed_version
 from hardpoint.host.registry.hooks import HookSet as HookSet
 from hardpoint.host.registry.kinds import KINDS, Number
@@ -113,8 +114,11 @@ def check_plugin_class(cls: type[Component], kind: str, name: str) -> None:
     check_component(cls, KINDS[kind], _source(cls, name))
 
 
-def with_creator(context: Any, kind: str) -> Any:
-    """Return a context that builds the components that the class under test wraps."""
+def complete_context(context: Any, kind: str, cls: type) -> Any:
+    """Return the context of a class under test as the engine makes it.
+
+    It builds the components that the class wraps, and is that of the class's contract.
+    """
 
     def create(use: str) -> Component:
         named = use if ":" in use else {"use": use, "name": use}  # a class may have several names
@@ -132,7 +136,7 @@ def with_creator(context: Any, kind: str) -> Any:
         component: Component = plugins.create(entry, type(context), **fields)
         return component
 
-    return dataclasses.replace(context, creator=create)
+    return context_for(cls, dataclasses.replace(context, creator=create))
 
 
 def engine_config(extra: Mapping[str, Any]) -> EngineConfig:

@@ -17,7 +17,7 @@ from hardpoint.plugins import (
     StepRecord,
 )
 from hardpoint.simulation import SteppedScheduler
-from hardpoint.testing.engine_access import create_encoder_cache, with_creator
+from hardpoint.testing.engine_access import complete_context, create_encoder_cache
 from hardpoint.testing.scheduling.fakes.connector import ScriptedConnector, ScriptedGrammars
 from hardpoint.testing.scheduling.fakes.kv_cache import MonitoredKVCacheManager
 from hardpoint.testing.scheduling.fakes.policy import monitor_policy
@@ -96,7 +96,7 @@ class SimulatorState:
             log_stats=self.settings.log_stats,
             report_finished=self.settings.report_finished,
         )
-        return scheduler(with_creator(context, "schedulers"))
+        return scheduler(complete_context(context, "schedulers", scheduler))
 
     @property
     def scheduler(self) -> Scheduler:

@@ -45,7 +45,7 @@ def test_errors_of_worker_halves_reach_the_caller_and_nothing_else(llm):
         PluginFaultError, match="'answering'.*: its call.. failed: KeyError: 'no seat"
     ):
         llm.plugins.call_part("answering", "fail")
-    (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2))
+    (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 2
 
 

@@ -2,17 +2,14 @@
 
 import inspect
 import json
-import os
 import re
 import runpy
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from support.once import once
-from support.process.forked_python import forked_python
 from support.processes import ROOT
 from support.signatures import public_names, types_in_signatures
 
@@ -35,11 +32,6 @@ PAGES = (
 )
 
 
-def reference(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(ROOT / "scripts" / "reference.py"), *arguments]
-    return forked_python().run(command, ROOT, dict(os.environ))
-
-
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
@@ -47,23 +39,28 @@ def script() -> dict[str, Any]:
         return runpy.run_path(str(ROOT / "scripts" / "reference.py"))
 
 
+def run(script: dict[str, Any], *arguments: str) -> int:
+    """Run the script; return its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["reference", *arguments])
+        return script["main"]()
+
+
 @pytest.fixture(scope="module")
 def pages(script, tmp_path_factory) -> dict[str, str]:
     """The pages that the script writes, by name."""
 
     def write(folder: Path) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["reference", "--folder", str(folder)])
-            assert script["main"]() == 0
+        assert run(script, "--folder", str(folder)) == 0
 
     folder = once(tmp_path_factory, "reference", write)
     return {name: (folder / name).read_text() for name in PAGES}
 
 
 @pytest.mark.nightly
-def test_check_writes_nothing(tmp_path):
+def test_check_writes_nothing(script, tmp_path):
     folder = tmp_path / "reference"
-    assert reference("--check", "--folder", str(folder)).returncode == 0
+    assert run(script, "--check", "--folder", str(folder)) == 0
     assert not folder.exists()
 
 

@@ -87,6 +87,9 @@ ENGINE_CORE_EXITED = b"ENGINE_CORE_EXITED"
 
 END_MARKERS = (ENGINE_CORE_DEAD, ENGINE_CORE_EXITED)
 
+SHUTDOWN_REASON = "the engine is shutting down"
+"""The error of requests and calls that come to an engine that ends in order."""
+
 
 class RequestType(bytes, Enum):
     """The first frame of a message to an engine; may be sent as it is."""

@@ -56,8 +56,7 @@ def options_by_component(
     Adapters are replaced in `targets` by ones with their options applied.
     """
     unused = _unused_tables(config, config_sources, chosen, installed)
-    off = {name for item in installed for name in (item.name, f"{item.kind}/{item.name}")}
-    paths = _option_paths(config, config_sources, chosen, targets, unused, off)
+    paths = _option_paths(config, config_sources, chosen, targets, unused, installed)
     result: dict[Key, dict[str, Any]] = {}
     for item in chosen:
         path = paths.get(item.key)
@@ -110,11 +109,11 @@ def _option_paths(
     chosen: Sequence[SelectedPlugin],
     loaded: Container[Key],
     unused: Container[str],
-    installed: Container[str],
+    installed: Sequence[InstalledPlugin],
 ) -> dict[Key, str]:
     """Return the path of the `[plugin.<name>]` table of each component that has one.
 
-    `unused` and `installed` are names: of tables with a warning, and of installed components.
+    `unused` has the names of the tables with a warning.
     Where a component wraps another one of its own name, the table is the wrapper's. Of several
     kinds with one name, it is that of the only component in `loaded`, if there is one: tables of
     those that a model or a request chooses by name have the kind in their own.
@@ -147,11 +146,13 @@ def _option_paths(
     return paths
 
 
-def _hint_at(name: str, chosen: Sequence[SelectedPlugin], installed: Container[str]) -> str:
+def _hint_at(
+    name: str, chosen: Sequence[SelectedPlugin], installed: Sequence[InstalledPlugin]
+) -> str:
     """Return a hint about a table of a component that is not enabled, if there is one."""
     if hint := name_of(name, chosen):
         return hint
-    if name in installed:
+    if any(name in (item.name, f"{item.kind}/{item.name}") for item in installed):
         return "; add it to plugins.enable, or remove the table"
     return typed.suggest(name, sorted({component.name for component in chosen}))
 

@@ -349,7 +349,9 @@ def test_an_engine_that_cannot_start_leaves_nothing(endless):
         "engine": {"start_timeout_seconds": 0.05},
     }
     for _ in range(2):
-        with pytest.raises(EngineDeadError, match=r"0\.05 s.*engine\.start_timeout_seconds"):
+        with pytest.raises(
+            EngineDeadError, match=r"not ready within 0\.05 s|of 0\.05 s for the whole start"
+        ):
             LLM(config=process_config(endless, hanging))
     nothing_left(before)
 

@@ -152,7 +152,7 @@ class OutputCheck:
             self._late.popleft()
 
     def forget_all(self) -> list[str]:
-        """Expect no more outputs; return the ids of the requests that have not ended."""
+        """Return the ids of unfinished requests, and expect no more outputs."""
         request_ids = list(self._requests)
         self.forget(request_ids)
         return request_ids

@@ -29,6 +29,7 @@ from hardpoint.plugins import EngineCoreOutputs, RequestError
 from hardpoint.process.protocol import (
     END_MARKERS,
     ENGINE_CORE_EXITED,
+    SHUTDOWN_REASON,
     EngineAddresses,
     EngineCoreReadyResponse,
     RequestType,
@@ -56,7 +57,6 @@ _WAKE_ADDRESS = "inproc://reader"
 _STOP, _FLUSH = b"stop", b"flush"  # what the reader thread is woken up for
 _FLUSH_INTERVAL_MS = 20  # how often the reader retries the backlog
 _RETRY_INTERVAL_S = 0.002
-_SHUTTING_DOWN = "the engine is shutting down"
 
 READER_THREAD = "EngineCoreOutputs"
 """Name of the thread that reads outputs."""
@@ -97,10 +97,10 @@ class EngineSockets:
         check: checks what the engine sends, if it is set before `read`.
     """
 
-    # Locks: `_send_lock` guards the encoder, the ROUTER and the backlog; `_lock`
-    # guards `_calls`, `_error` and the socket that wakes up the reader. The encoder may work for
-    # long under `_send_lock`, and the reader needs `_lock` for each answer, so they are two.
-    # Neither is taken while the other is held.
+    # Locks: `_send_lock` guards the encoder, the ROUTER and the backlog; `_lock` guards `_calls`,
+    # `_error` and the socket that wakes up the reader. The reader alone sets `_left`, before it
+    # fails the calls. The encoder may work for long under `_send_lock`, and the reader needs
+    # `_lock` for each answer, so they are two. Neither is taken while the other is held.
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class EngineSockets:
             if (
                 cause.errno == zmq.EHOSTUNREACH and self._failure is not None
             ):  # it has closed its socket
-                reason = self._failure() or EngineDeadError(_SHUTTING_DOWN)
+                reason = self._failure() or EngineDeadError(SHUTDOWN_REASON)
                 left = engine_dead(reason)
                 raise left from left.__cause__ or cause
             raise EngineDeadError(f"the engine cannot be reached: {cause}") from cause
@@ -395,7 +395,7 @@ class EngineSockets:
         moment when the engine closes its sockets and the one when this process notices it; and
         the process may live for long afterwards.
         """
-        self._left = error = EngineDeadError(_SHUTTING_DOWN)
+        self._left = error = EngineDeadError(SHUTDOWN_REASON)
         self._fail_calls(error)
         for request_id in () if self.check is None else self.check.forget_all():
             on_outputs(rejection_output(request_id, error))

@@ -15,7 +15,7 @@ from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.host.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.process.cache_changes import CacheChangeLog, CacheReports
-from hardpoint.process.protocol import ShutdownState, UtilityCall
+from hardpoint.process.protocol import SHUTDOWN_REASON, ShutdownState, UtilityCall
 from hardpoint.process.utility_calls import call_utility, failed_call
 
 from .reports import ClientReports
@@ -200,7 +200,7 @@ class EngineLoop:
             self._handle_queued()  # what came too late is rejected
         finally:
             self._watchdog.stop()
-            self._core.leave_loop("the engine is shutting down")
+            self._core.leave_loop(SHUTDOWN_REASON)
 
     def _is_over(self) -> bool:
         if self._signals and self._state is ShutdownState.RUNNING:
@@ -285,7 +285,7 @@ class EngineLoop:
         if self._reports is not None:
             self._reports.read_request(request.client_index, request.request_id)
         if self._state is not ShutdownState.RUNNING:
-            shutting_down = EngineDeadError("the engine is shutting down")
+            shutting_down = EngineDeadError(SHUTDOWN_REASON)
             self._reject(request.request_id, request.client_index, shutting_down)
             return
         try:
@@ -300,8 +300,8 @@ class EngineLoop:
         if self._reports is not None and requests:
             self._reports.read_request(requests[-1].client_index, requests[-1].request_id)
         if self._state is not ShutdownState.RUNNING:
+            shutting_down = EngineDeadError(SHUTDOWN_REASON)
             for request in requests:
-                shutting_down = EngineDeadError("the engine is shutting down")
                 self._reject(request.request_id, request.client_index, shutting_down)
             return
         queued = [
@@ -333,7 +333,7 @@ class EngineLoop:
             answers = functools.partial(self._queues.output.put, call.client_index)
             call_utility(self._core, self._cache_reports, call, answers)
         else:
-            refused = failed_call(call, EngineDeadError("the engine is shutting down"))
+            refused = failed_call(call, EngineDeadError(SHUTDOWN_REASON))
             self._queues.output.put(call.client_index, refused)
 
     def _send(self, outputs: dict[int, EngineCoreOutputs]) -> None:

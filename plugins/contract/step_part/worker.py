@@ -160,7 +160,7 @@ class SequenceModel(Protocol):
         """
 
     def cut(self, name: str, length: int) -> None:
-        """Forget the tokens of a sequence after the first `length`; all of them with 0.
+        """Forget the tokens of a sequence after the first `length`, which may be 0.
 
         Reserved room behind them is free again. Unknown names are left out.
         """

@@ -44,7 +44,7 @@ def _fork(command, **options):
 
 @pytest.fixture
 def site(request, tmp_path, monkeypatch):
-    """A site; the children of checks are forks, unless a test is marked `fresh_process`.
+    """A site, and forked children of checks unless a test is marked `fresh_process`.
 
     To import Hardpoint takes most of a short check.
     """

@@ -274,7 +274,7 @@ SHARED = [
     (shared_models.NoAllReduce, "tensor_2", "shared", "the hidden states of rank 0 of stage 0 dif"),
     (shared_models.OtherColumns, "tensor_2", "shared", "parallel.tensor = 2, the hidden states of"),
     (shared_models.OneRankWaits, "tensor_2", "shared", "rank of stage 0 raised .*: the ranks make"),
-    (shared_models.PartOfTheLogits, "tensor_2", "shared", r"are .* \[3, 129\] .* \[3, 257\]"),
+    (shared_models.PartOfTheLogits, "tensor_2", "shared", r"are .* \[3, 129\] .* \[3, 257\], as"),
     (shared_models.FirstRowsOnly, "tensor_3", "cuts", "no rank needs 8:24 of dimension 0 of '0."),
     (shared_models.NeedsAll, "tensor_3", "cuts", "of 3, needs 100% of .* at most 58%"),
     (shared_models.CopiesAttention, "tensor_2", "shared specs", "has KVSpec.num_heads=6, .* one"),

@@ -162,8 +162,7 @@ class ForkServer:
         has_session: bool,
     ) -> int:
         """Return the process id of a fork that runs `python *arguments`."""
-        request = program_request(arguments, cwd, environment, descriptors, has_session)
-        return request_fork(self._control, request, list(descriptors.values()))
+        return request_program(self._control, arguments, cwd, environment, descriptors, has_session)
 
 
 class EngineStarts:
@@ -242,21 +241,26 @@ def one_thread(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "OPENBLAS_NUM_THREADS": "1"}
 
 
-def program_request(
+def request_program(
+    control: socket.socket,
     arguments: list[str],
     cwd: str,
     environment: dict[str, str],
     descriptors: dict[int, int],
     has_session: bool,
-) -> dict[str, Any]:
-    """Return the request of a program, whose descriptors are sent by their numbers in it."""
-    return {
+    *,
+    is_torn_down: bool = False,
+) -> int:
+    """Return the process id of a fork that runs a program with descriptors of these numbers."""
+    request = {
         "arguments": arguments,
         "cwd": cwd,
         "environment": environment,
-        "numbers": list(descriptors),
+        "descriptors": list(descriptors),
         "has_session": has_session,
+        "is_torn_down": is_torn_down,
     }
+    return request_fork(control, request, list(descriptors.values()))
 
 
 def request_fork(control: socket.socket, request: object, descriptors: list[int]) -> int:

@@ -30,8 +30,8 @@ from support.process.fork_server import (
     import_builtins,
     number_descriptors,
     one_thread,
-    program_request,
     request_fork,
+    request_program,
     run_and_leave,
     serve_engines,
 )
@@ -128,9 +128,15 @@ class ForkedPython:
 
         `is_torn_down`: whether its modules are taken apart at its end.
         """
-        request = program_request(arguments, cwd, environment, descriptors, has_session)
-        request["is_torn_down"] = is_torn_down
-        return request_fork(self._control, request, list(descriptors.values()))
+        return request_program(
+            self._control,
+            arguments,
+            cwd,
+            environment,
+            descriptors,
+            has_session,
+            is_torn_down=is_torn_down,
+        )
 
     def fork_server(self, control: socket.socket, path: list[str]) -> int:
         """Return the process id of a fork that serves engine processes.
@@ -148,12 +154,9 @@ class _Forked(subprocess.Popen):
 
     def fork(self, fork: Fork, args: list[str], *options: Any) -> None:
         """Fork instead of starting a program; the options are the same as of `_execute_child`."""
-        passed, cwd, environment, pipes, has_session = (
-            *options[3:6],
-            options[9:15],
-            options[20],
-        )
-        stdin, _, _, stdout, _, stderr = pipes
+        passed, cwd, environment = options[3:6]
+        stdin, _, _, stdout, _, stderr = pipes = options[9:15]
+        has_session = options[20]
         streams = enumerate((stdin, stdout, stderr))
         descriptors = {n: n if descriptor == -1 else descriptor for n, descriptor in streams}
         descriptors |= {descriptor: descriptor for descriptor in passed}
@@ -199,7 +202,7 @@ def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int
         return
     if request["has_session"]:
         os.setsid()
-    number_descriptors(descriptors, request["numbers"])
+    number_descriptors(descriptors, request["descriptors"])
     _open_streams(unbuffered=bool(request["environment"].get("PYTHONUNBUFFERED")))
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -209,7 +212,7 @@ def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int
     importlib.invalidate_caches()
     delay_if_stressed()
     _fork_servers(STARTS.fork_server(functools.partial(_run_request, base)))
-    if request.get("is_torn_down"):
+    if request["is_torn_down"]:
         _run(request["arguments"])
     else:
         run_and_leave(functools.partial(_run, request["arguments"]))

@@ -93,6 +93,12 @@ def while_running(tmp_path):
     return run
 
 
+def kill_node(nodes, pid):
+    """Kill the second node, and wait until the process of its engine has ended as well."""
+    nodes.kill_second()
+    wait_until(lambda: not alive(pid), PATIENCE_S, "the engine of the killed node to end")
+
+
 def test_engines_on_two_nodes_give_the_tokens_of_one(scripted, expected):
     with on_ray(scripted) as llm:
         assert {node_of(llm, 0), node_of(llm, 1)} == {HEAD, SECOND}
@@ -121,7 +127,8 @@ def test_requests_go_on_when_a_node_is_killed_and_its_engine_comes_back(
         rank = next(n for n in range(2) if node_of(llm, n) == SECOND)
         before = llm.engines[rank].pid
         try:
-            assert while_running(llm, rank, nodes.kill_second) == expected
+            assert while_running(llm, rank, partial(kill_node, nodes, before)) == expected
+            wait_until(lambda: llm.engines[rank].pid is None, PATIENCE_S, "the loss of the engine")
             time.sleep(1)
             assert llm.engines[rank].pid is None  # the other node has no room for it
         finally:
@@ -136,7 +143,7 @@ def test_an_engine_of_a_killed_node_goes_to_another_one(scripted, expected, node
         rank = next(n for n in range(2) if node_of(llm, n) == SECOND)
         before = llm.engines[rank].pid
         try:
-            assert while_running(llm, rank, nodes.kill_second) == expected
+            assert while_running(llm, rank, partial(kill_node, nodes, before)) == expected
             back(llm, rank, before)
             assert node_of(llm, rank) == HEAD
             assert results(llm) == expected

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import time
@@ -77,7 +78,9 @@ class Backend:
         """Stop the engine."""
 
 
-def generate(llm: Any, batch: Batch, params: Any, loras: list[Any], **more: Any) -> Tokens:
+def generate(
+    llm: Any, batch: Batch, params: Callable[..., Any], loras: list[Any], **more: Any
+) -> Tokens:
     """Generate a batch with an `LLM` of Hardpoint or vLLM, and its class of sampling parameters."""
     common = {"temperature": 0.0, "ignore_eos": not batch.stop, "detokenize": False}
     listed = [params(max_tokens=count, **common) for count in batch.outputs]
@@ -89,11 +92,15 @@ def generate(llm: Any, batch: Batch, params: Any, loras: list[Any], **more: Any)
 
 
 class Hardpoint(Backend):
-    """`LLM` with its defaults and the options' `config`, and their `model` instead of a folder."""
+    """`LLM` with its defaults and the options' `config`, and their `model` instead of a folder.
+
+    Requests have the parameters of the options' `sampling`.
+    """
 
     def __init__(self, folder: Path, options: Options) -> None:
-        from hardpoint import LLM, LoRARequest
+        from hardpoint import LLM, LoRARequest, SamplingParams
 
+        self._params = functools.partial(SamplingParams, **options.get("sampling", {}))
         dtype = options.get("dtype", "bfloat16")
         limits = {"max_model_len": MAX_MODEL_LEN, "dtype": dtype, "progress": False}
         model = options.get("model") or next(folder.glob("*.gguf"), folder)
@@ -110,9 +117,7 @@ class Hardpoint(Backend):
 
     def generate(self, batch: Batch) -> Tokens:
         """Generate without text."""
-        from hardpoint import SamplingParams
-
-        return generate(self._llm, batch, SamplingParams, self._loras)
+        return generate(self._llm, batch, self._params, self._loras)
 
     def drafts(self) -> tuple[int, int]:
         """Read the scheduler's statistics."""

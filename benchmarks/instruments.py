@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,22 +15,38 @@ from hardpoint.plugins.parallel import Communicator
 from hardpoint.testing import HistoryAttention, ScriptedModel
 from hardpoint.testing.timing.stream_ops import StreamOps
 
-DEVICE_SECONDS = "HARDPOINT_BENCHMARK_DEVICE_SECONDS"
-"""Environment variable with the seconds of a step of `DeviceOps`."""
 TIMES = "HARDPOINT_BENCHMARK_TIMES"
 """Environment variable with the file of `Timed`: two numbers in float64."""
 MAX_SEQS = 256
 
 
 class DeviceOps(StreamOps):
-    """An asynchronous device, on which a step takes a stated time."""
+    """An asynchronous device, which can write down when its steps are launched."""
 
     contract = 1
 
+    class Options(StreamOps.Options):
+        """Options of the device.
+
+        Attributes:
+            launches: file of float64, of the size of the most steps, for their times; "" for none.
+        """
+
+        launches: str = ""
+
     def __init__(self, context: OpsContext) -> None:
-        """Read the seconds of a step."""
+        """Map the file into memory."""
         super().__init__(context)
-        self.step_seconds = float(os.environ[DEVICE_SECONDS])
+        file = context.options.launches
+        self._launches = np.memmap(file, np.float64) if file else np.zeros(0)
+        self._num_launches = 0
+
+    def launch_forward(self) -> None:
+        """Note the time, and occupy the device."""
+        if self._num_launches < len(self._launches):
+            self._launches[self._num_launches] = time.perf_counter()
+            self._num_launches += 1
+        super().launch_forward()
 
 
 class NoAttention(HistoryAttention):
@@ -58,12 +75,20 @@ class SameToken(ScriptedModel):
         return self._logits[: len(hidden)]
 
 
-ON_DEVICE: dict[str, Any] = {
-    "plugins": {"enable": [{"use": f"{__name__}:SameToken", "name": "ScriptedForCausalLM"}]},
-    "attention": {"use": f"{__name__}:NoAttention"},
-    "ops": {"use": f"{__name__}:DeviceOps"},
-}
-"""Tables of the configuration of the scripted model on such a device."""
+def on_device(milliseconds: float, launches: Path | None = None) -> dict[str, Any]:
+    """Return tables of the configuration of the scripted model on such a device.
+
+    Args:
+        milliseconds: time of a step.
+        launches: file for the times of launches.
+    """
+    options = {"step_seconds": milliseconds / 1000, "launches": str(launches or "")}
+    return {
+        "plugins": {"enable": [{"use": f"{__name__}:SameToken", "name": "ScriptedForCausalLM"}]},
+        "attention": {"use": f"{__name__}:NoAttention"},
+        "ops": {"use": f"{__name__}:DeviceOps"},
+        "plugin": {"device_ops": options},
+    }
 
 
 class Timed(Wrapper[Communicator], Communicator):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from engines import Peer, choose, exported, opened
-from instruments import DEVICE_SECONDS, ON_DEVICE, TIMES
+from instruments import TIMES, on_device
 from loads import BYTES, Load
 from options import show_table
 
@@ -217,11 +217,11 @@ def _collectives(
 
 def replicas(options: argparse.Namespace) -> Iterator[Scenario]:
     """Yield several numbers of engines on sleeping devices, with as many requests each."""
-    os.environ[DEVICE_SECONDS] = str(options.milliseconds / 1000)
     (rows,) = options.streams
     rates: dict[int, float] = {}
     for size in options.engines:
-        config = {**ON_DEVICE, "engine": {"in_process": False}, "parallel": {"data": size}}
+        config = on_device(options.milliseconds)
+        config |= {"engine": {"in_process": False}, "parallel": {"data": size}}
         loads = {
             f"{tokens} tokens": Load(rows * size, (8, 8), (tokens, tokens), vocabulary=BYTES)
             for tokens in (1, options.tokens)

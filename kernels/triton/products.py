@@ -165,7 +165,7 @@ def _few_rows(
 
 
 @dataclass(frozen=True)
-class Division:
+class StepDivision:
     """How steps are divided among programs.
 
     Attributes:
@@ -181,7 +181,7 @@ class Division:
     programs: int
 
     @classmethod
-    def of_shape(cls, tile: FewRowTile, shape: tuple[int, int], processors: int) -> Division:
+    def of_shape(cls, tile: FewRowTile, shape: tuple[int, int], processors: int) -> StepDivision:
         """Return the division for rows and columns of W, by the number of multiprocessors."""
         tiles, steps = triton.cdiv(shape[0], tile.rows), triton.cdiv(shape[1], tile.columns)
         program_steps = triton.cdiv(tiles * steps, processors * tile.programs)
@@ -208,7 +208,7 @@ class FewRowProduct:
         self._weight, self._bias, self._out_dtype = weight, bias, out_dtype
         self._tiles = INTERPRETED if is_interpreted() else TILES[weight.element_size()]
         shape, processors = (weight.shape[0], weight.shape[1]), count_processors(weight.device)
-        self._divisions = [Division.of_shape(tile, shape, processors) for tile in self._tiles]
+        self._divisions = [StepDivision.of_shape(tile, shape, processors) for tile in self._tiles]
         most = max(division.tiles for division in self._divisions)
         self._arrived = torch.zeros(most, dtype=torch.int32, device=weight.device)
 
@@ -222,9 +222,10 @@ class FewRowProduct:
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
         _few_rows[(division.programs,)](
             x, weight, weight if self._bias is None else self._bias, y, sums, self._arrived,
-            x.stride(0), weight.stride(0), len(x), rows, columns, division.steps,
-            division.program_steps, **_constants(tile, has_bias=self._bias is not None),
-            num_warps=tile.warps,
+            x.stride(0) if is_many else columns, weight.stride(0), len(x), rows, columns,
+            division.steps, division.program_steps,
+            **_constants(tile, has_bias=self._bias is not None),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return y
 

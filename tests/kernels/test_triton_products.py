@@ -114,7 +114,7 @@ def test_division_of_steps(small_tiles, monkeypatch, x_rows, processors):
     x, weight = draw(x_rows, 100), draw(50, 100, seed=1)
     check(products.FewRowProduct(weight, None, FLOAT)(x), x, weight, None)
     for tile, columns in itertools.product(SMALL, (1, 32, 100, 700)):
-        division = products.Division.of_shape(tile, (50, columns), processors)
+        division = products.StepDivision.of_shape(tile, (50, columns), processors)
         steps = division.tiles * division.steps
         assert division.tiles == -(-50 // tile.rows)
         assert division.steps == -(-columns // tile.columns)
@@ -270,7 +270,7 @@ def test_programs_keep_a_gpu_busy(processors):
     shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
     for size, shape in itertools.product((2, 4), shapes):
         for tile in products.TILES[size]:
-            division = products.Division.of_shape(tile, shape, processors)
+            division = products.StepDivision.of_shape(tile, shape, processors)
             busy = division.programs / (processors * tile.programs)
             assert busy > 0.8, (size, shape, tile)
             assert division.programs * 2 * tile.x_rows * tile.rows * 4 <= 5 << 20

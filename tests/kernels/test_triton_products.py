@@ -208,6 +208,18 @@ def ops_of(choice, dtype=BF16):
     return TritonOps(OpsContext(options=TritonOps.Options(few_row_products=choice), **context))
 
 
+@pytest.mark.parametrize("x_rows", [1, 4])
+def test_replays_of_a_recording(small_tiles, x_rows):
+    """A CUDA graph, on a GPU: each replay multiplies the x of its time."""
+    ops, weight = ops_of("always"), draw(40, 200, dtype=BF16)
+    multiply, x = ops.linear(weight, (40, 200)), draw(x_rows, 200, dtype=BF16, seed=1)
+    recorded = ops.record(lambda: multiply(x))
+    for seed in range(2, 5):
+        x.copy_(draw(x_rows, 200, dtype=BF16, seed=seed))
+        assert torch.equal(recorded(), multiply(x))
+        check(recorded(), x, weight, None)
+
+
 @pytest.fixture
 def counts(monkeypatch):
     """Collects the numbers of rows that the kernels of this package multiply."""

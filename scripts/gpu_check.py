@@ -37,6 +37,7 @@ from gpu_checks.report import counts, page  # noqa: E402
 PARTS = {
     "environment": 50,
     "kernels": 130,
+    "products": 75,
     "equality": 210,
     "families": 100,
     "graphs": 25,
@@ -255,6 +256,7 @@ def _run_part(part: str, file: Path, *, is_dry: bool) -> int:
     from gpu_checks.kernels import check_kernels  # noqa: PLC0415
     from gpu_checks.models import DRY, REAL, Sizes  # noqa: PLC0415
     from gpu_checks.processor import check_processor  # noqa: PLC0415
+    from gpu_checks.products import check_products  # noqa: PLC0415
     from gpu_checks.running import check_graphs, check_sleep, check_syncs  # noqa: PLC0415
     from gpu_checks.speed import check_benchmark  # noqa: PLC0415
     from gpu_checks.throughput import check_throughput  # noqa: PLC0415
@@ -262,6 +264,7 @@ def _run_part(part: str, file: Path, *, is_dry: bool) -> int:
     run: dict[str, Callable[[Recorder, Device, Sizes], None]] = {
         "environment": check_environment,
         "kernels": check_kernels,
+        "products": check_products,
         "equality": check_equality,
         "families": check_families,
         "graphs": check_graphs,

@@ -309,6 +309,69 @@ def test_minutes_of_parts(parts, chosen, minutes):
     assert program.default_minutes(chosen) == pytest.approx(minutes)
 
 
+def test_entries_of_products_that_were_faster(parts):
+    products = importlib.import_module("gpu_checks.products")
+    qkv, out, gate_up, down, output = products.products_of(parts.models.LLAMA_8B)
+    assert [p.shape for p in (qkv, out, gate_up, down, output)] == [
+        (6144, 4096),
+        (4096, 4096),
+        (28672, 4096),
+        (4096, 14336),
+        (128256, 4096),
+    ]
+    assert [p.count for p in (qkv, output)] == [32, 1]
+    times = {qkv: (1.5, 0.9, 1.1, 1.03, 1.01), out: (0.9, 1.2, 1.2, 1.2, 1.2), down: (1.0,) * 5}
+    timings = {
+        (product, rows): products.Timing(100, 1.0, library)
+        for product, libraries in times.items()
+        for rows, library in zip(products.ROWS, libraries, strict=True)
+    }
+    lines = products.entries(timings)
+    assert [line.partition("  # ")[2] for line in lines] == ["qkv", "qkv", "o"]
+    table = importlib.import_module("hardpoint.kernels.triton.measured_products")
+    classes = eval(f"[{' '.join(line.partition('  #')[0] for line in lines)}]", vars(table))
+    assert [entry.x_rows for entry in classes] == [(1, 1), (3, 8), (2, 16)]
+    for rows, is_faster in ((1, True), (2, False), (3, True), (8, True), (9, False)):
+        args = ("GPU", rows, qkv.shape, products.torch.bfloat16, {"GPU": classes[:2]})
+        assert table.is_faster(*args) is is_faster
+
+
+def test_figures_of_a_step_of_products(parts):
+    """Each product counts as often as the model has it."""
+    products = importlib.import_module("gpu_checks.products")
+    check = parts.recorder.Check("products", "step")
+    layer, output = products.Product("o", (4, 4), 3), products.Product("output", (8, 4), 1)
+    timings = {
+        (product, rows): products.Timing(1000 * product.shape[0], 2e-6, 3e-6)
+        for product in (layer, output)
+        for rows in products.ROWS
+    }
+    products.add_figures(check, [layer, output], timings, 5e9)
+    assert check.figures["16_rows_tb_per_s"] == pytest.approx(20000 / 8e-6 / 1e12)
+    assert check.figures["1_rows_bandwidth"] == pytest.approx(0.5)
+    assert check.figures["1_rows_times_library"] == pytest.approx(1.5)
+
+
+def test_wrong_products_fail(parts):
+    products = importlib.import_module("gpu_checks.products")
+    torch = products.torch
+    x, weight = torch.randn(16, 32), torch.randn(8, 32)
+    noise = iter(range(1000))
+    for multiply, problem in (
+        (lambda rows: rows @ weight.T, None),
+        (lambda rows: 1.1 * (rows @ weight.T), "1 rows: differs from the product in float32"),
+        (lambda rows: rows @ weight.T * float("nan"), "1 rows: differs from the product in"),
+        (lambda rows: rows @ weight.T + len(rows) * 1e-6, "2 rows: differs from 16 rows"),
+        (lambda rows: rows @ weight.T + next(noise) * 1e-6, "1 rows: launches differ"),
+    ):
+        check = parts.recorder.Check("products", "o")
+        products.compare(x, weight, multiply, 1, check)
+        if problem is None:
+            assert not [p for p in check.problems if "float32" in p or "launches" in p]
+        else:
+            assert any(problem in line for line in check.problems), check.problems
+
+
 def test_lengths_have_the_sums_of_the_sample(parts):
     lengths = importlib.import_module("gpu_checks.throughput").sharegpt_lengths()
     prompts, outputs = zip(*lengths, strict=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from hardpoint import plugins
 from hardpoint.builtin_plugins.gpu import load_kernels
 from hardpoint.plugins import ClampedSwiGLU, Op, OpsContext
 from hardpoint.plugins.quantization import AffineCodes
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class TritonOps(TorchOps):
-    """Operations in Triton; products of numbers run in torch's libraries.
+    """Operations in Triton; products of numbers run in torch's libraries, unless options differ.
 
     Products multiply the same numbers for any number of rows, but may add them up in another order,
-    by which a row's result differs in its last bits; nothing else depends on the other rows.
+    by which a row's result differs in its last bits; nothing else depends on the other rows. In
+    this package's kernels that order is the same for 2 to 16 rows.
 
     There is no `layout`: a GPU packs as fast as files are read, and numbers are packed as they are,
     so that the weight cache would hold a second copy of the files.
@@ -32,6 +34,19 @@ class TritonOps(TorchOps):
     contract = 1
     devices = ("cpu", "cuda")
     replayable = True
+
+    class Options(plugins.Options):
+        """Options, in `[plugin."ops/triton"]`.
+
+        Attributes:
+            few_row_products: which products of 1 to 16 rows with unquantized weights run in this
+                package's kernels: "measured", those that were faster than torch's library on a GPU
+                of the same name; "always"; or "never".
+        """
+
+        few_row_products: Literal["measured", "always", "never"] = "measured"
+
+    options: Options
 
     def __init__(self, context: OpsContext) -> None:
         """Load the kernels.
@@ -48,12 +63,17 @@ class TritonOps(TorchOps):
             layers,
             logits,
             lora,
+            measured_products,
+            products,
         )
 
         self._codes, self._experts, self._layers, self._lora = codes, experts, layers, lora
         self._code_experts = code_experts
         self._logits = logits
+        self._products, self._measured = products, measured_products
         self._graphs = CudaGraphs(context.device)
+        is_cuda = context.device.type == "cuda"
+        self._gpu = torch.cuda.get_device_name(context.device) if is_cuda else ""
 
     def describe(self) -> str:
         """Return the name, and whether kernels are interpreted."""
@@ -111,9 +131,26 @@ class TritonOps(TorchOps):
         Raises:
             ValueError: packed codes have another shape, or their header is damaged.
         """
-        if packed.dtype != torch.uint8:
-            return super().linear(packed, shape, bias, out_dtype=out_dtype)
-        return self._codes.linear_codes(packed, shape, bias, out_dtype or self.context.dtype)
+        out_dtype = out_dtype or self.context.dtype
+        if packed.dtype == torch.uint8:
+            return self._codes.linear_codes(packed, shape, bias, out_dtype)
+        multiply = super().linear(packed, shape, bias, out_dtype=out_dtype)
+        counts = self._few_row_counts(packed, shape)
+        if not counts:
+            return multiply
+        multiply_few = self._products.FewRowProduct(packed, bias, out_dtype)
+        return lambda x: multiply_few(x) if len(x) in counts else multiply(x)
+
+    def _few_row_counts(self, packed: torch.Tensor, shape: tuple[int, int]) -> frozenset[int]:
+        """Return the numbers of rows of x that this package's kernels multiply."""
+        choice = self.options.few_row_products
+        if choice == "never" or packed.stride(1) != 1 or not packed.numel():
+            return frozenset()
+        counts = range(1, self._products.MAX_ROWS + 1)
+        if choice == "always":
+            return frozenset(counts)
+        is_faster, dtype = self._measured.is_faster, packed.dtype
+        return frozenset(n for n in counts if is_faster(self._gpu, n, shape, dtype))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the normalized rows."""

@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 INTERPRETER = "TRITON_INTERPRET"
 _MEASURED_SECONDS = 0.3
+_GRAPH_SECONDS = 0.05
 
 # Bytes per second of memory, and dense FLOP per second of bf16 matrix products, of data sheets.
 DATA_SHEETS = {
@@ -64,6 +65,9 @@ class Device(Protocol):
 
     def product_rate(self) -> float:
         """Return FLOP per second of a large matrix product in bf16."""
+
+    def graph_seconds(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Return the average seconds of calls that a CUDA graph repeats."""
 
 
 class Gpu:
@@ -130,11 +134,24 @@ class Gpu:
         left = torch.randn(size, size, dtype=torch.bfloat16, device="cuda")
         return 2 * size**3 / self._seconds(lambda: left @ left)
 
-    def _seconds(self, call: Callable[[], object]) -> float:
+    def graph_seconds(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Return the average seconds of calls that a CUDA graph repeats."""
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries get their memory before the capture
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        return self._seconds(graph.replay, _GRAPH_SECONDS) / len(calls)
+
+    def _seconds(self, call: Callable[[], object], measured: float = _MEASURED_SECONDS) -> float:
         """Return the least seconds of a call, of events on the device."""
         for _ in range(3):
             call()
-        best, end = float("inf"), time.perf_counter() + _MEASURED_SECONDS
+        best, end = float("inf"), time.perf_counter() + measured
         while time.perf_counter() < end:
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             events[0].record()
@@ -193,6 +210,12 @@ class Fake:
 
     def product_rate(self) -> float:
         """Return 1."""
+        return 1.0
+
+    def graph_seconds(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Run the calls; return 1."""
+        for call in calls:
+            call()
         return 1.0
 
 

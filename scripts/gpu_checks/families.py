@@ -39,7 +39,7 @@ def check_families(recorder: Recorder, device: Device, sizes: Sizes) -> None:
 
 def _running_families() -> list[tuple[str, str]]:
     """Return the architectures that run, with the value of `models.use` of each way."""
-    from support.families.page import read_data
+    from support.families.data import read_data
     from support.families.survey import NATIVE, THROUGH
 
     families = read_data().families

@@ -18,7 +18,7 @@ from .recorder import Check, Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "pyproject.toml"
-_SUITES = ("TestTritonOps", "TestTritonAttention")
+_SUITES = ("TestTritonOps", "TestFewRowProducts", "TestTritonAttention")
 _AT_ONCE = 8  # test processes on one GPU; most of their time is compilation, on the CPU
 _SHOWN = 5
 _TAIL = 500

@@ -49,8 +49,9 @@ def launches(monkeypatch):
     return calls
 
 
-def ops_of(dtype):
-    return TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=dtype))
+def ops_of(dtype, **options):
+    context = {"name": "triton", "options": TritonOps.Options(**options), "device": DEVICE}
+    return TritonOps(OpsContext(**context, dtype=dtype))
 
 
 def whole(*shape):
@@ -92,6 +93,8 @@ def run_products(ops, rows):
     x, hidden, width = torch.zeros(rows, 600, device=DEVICE), 600, 5
     matrix = ops.pack_codes([FORMS[0].draw(5, hidden, generator)])
     ops.linear(matrix, (5, hidden))(x)
+    always = ops_of(torch.float32, few_row_products="always")
+    always.linear(torch.zeros(5, hidden, device=DEVICE), (5, hidden))(x)
     ops.embedding(matrix, (5, hidden))(whole(rows))
     chosen, weights = whole(rows, 2), torch.ones(rows, 2, device=DEVICE)
     sizes = (2 * width, hidden), (hidden, width)

@@ -89,6 +89,18 @@ class TestTritonOps(FewSizes):
         dtypes = (torch.bfloat16,)
 
 
+class TestFewRowProducts(OpsSuite):
+    """Triton's products of few rows replace torch's; the rest is as above, and takes few sizes."""
+
+    ops = TritonOps
+    options = {"few_row_products": "always"}
+    device = kernel_device()
+    dtypes = (torch.bfloat16,)
+    sizes = (50,)
+    rows = (1, 3)
+    vocab_sizes = (999,)
+
+
 class TestTorchAttention(AttentionBackendSuite):
     examples = kit_examples()
     backend = TorchAttention

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import time
@@ -100,7 +99,8 @@ class Hardpoint(Backend):
     def __init__(self, folder: Path, options: Options) -> None:
         from hardpoint import LLM, LoRARequest, SamplingParams
 
-        self._params = functools.partial(SamplingParams, **options.get("sampling", {}))
+        sampling = options.get("sampling", {})
+        self._params = lambda **fields: SamplingParams(**fields | sampling)
         dtype = options.get("dtype", "bfloat16")
         limits = {"max_model_len": MAX_MODEL_LEN, "dtype": dtype, "progress": False}
         model = options.get("model") or next(folder.glob("*.gguf"), folder)

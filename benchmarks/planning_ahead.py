@@ -56,7 +56,8 @@ def measure(name: str, count: int, options: argparse.Namespace) -> dict[str, flo
                 "scheduler": {"max_num_seqs": MAX_SEQS, "asynchronous": mode == "ahead"},
                 "kv_cache": {"num_blocks": 128 + (count + 1) * (lengths[1] // 16 + 2)},
             }
-        sampling = {"structured": {"regex": options.regex}} if options.regex else {}
+        grammar = {"structured": {"regex": options.regex}, "ignore_eos": False}
+        sampling = grammar if options.regex else {}
         peers = {
             mode: replace(peer, options={**peer.options, "sampling": sampling})
             for mode, peer in scripted(folder, configs).items()

@@ -29,11 +29,13 @@ class PagedSequences:
         counts: tokens of each in the step; their queries, keys and values follow one another.
         lengths: tokens of each altogether.
         blocks: block ids of each.
+        sees: position of the last token that each one sees, of each; None: its own.
     """
 
     counts: Sequence[int]
     lengths: Sequence[int]
     blocks: Sequence[Sequence[int]]
+    sees: Sequence[Sequence[int]] | None = None
 
 
 def paged_attention(
@@ -70,8 +72,8 @@ def paged_attention(
         table = torch.tensor(blocks)
         for side, values in zip(cache, new, strict=True):
             side[table[span // block_size], span % block_size] = values
-    results = []
-    for queries, blocks, span in zip(parts[0], sequences.blocks, spans, strict=True):
+    results, seen = [], sequences.sees or spans
+    for queries, blocks, span, sees in zip(parts[0], sequences.blocks, spans, seen, strict=True):
         length = int(span[-1]) + 1
         keys, values = (
             side[torch.tensor(blocks)]
@@ -83,8 +85,9 @@ def paged_attention(
         scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        distance = span[:, None] - torch.arange(length)
-        hidden = (distance < 0) | (distance >= (window or length))
+        key = torch.arange(length)
+        hidden = key > torch.as_tensor(sees)[:, None]
+        hidden |= span[:, None] - key >= (window or length)
         # Not 0 * what is hidden, which may be NaN.
         oldest = 0 if window is None else max(int(span[0]) + 1 - window, 0)
         scores = scores.masked_fill(hidden, -torch.inf)

@@ -12,7 +12,9 @@ The softmax is computed online, over tiles of keys. The query heads that share a
 of one tile. Sequences with a single query are split over their keys, and the parts are combined;
 where, depends on a sequence's own length alone, so that what others do changes no bit of a result.
 
-The cache is one tensor [blocks, 2 (keys, values), kv_heads, block_size, head_size].
+The cache is one tensor [blocks, 2 (keys, values), kv_heads, block_size, head_size]; of codes, if
+there are scales, [blocks, 2, kv_heads, block_size]: see `kv_codes`. Arguments of kernels that are
+None are constants: kernels without a feature have no code for it.
 """
 
 from __future__ import annotations
@@ -26,49 +28,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Variant, is_interpreted, power_of_2
+from .attention_tiles import MAX_HEAD_SIZES, AttentionSizes, AttentionTiles
+from .kv_codes import decode
+from .launch import Variant
 
-__all__ = ["MAX_HEAD_SIZE", "VARIANTS", "PagedStep", "attend"]
+__all__ = ["MAX_HEAD_SIZES", "VARIANTS", "PagedStep", "attend"]
 
-MAX_HEAD_SIZE = 256
 _LOG2_E = math.log2(math.e)
-
-LEAST_SPLIT = 256  # keys of a split at least
-_SPLIT_PROGRAMS = 256  # a sequence's, at most: splits * kv_heads
 STEP_PROGRAMS = 4096  # of all sequences, some waves of a GPU's processors
-MOST_SPLITS = (16, 128)  # of a sequence, least and most that are allowed by this
 _COMBINE_WARPS = 4
-LISTED = 128  # sequences at a time, of which a program finds a split: one for each thread
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """Launch parameters.
-
-    Attributes:
-        rows: query heads times queries of a tile.
-        keys: number of keys of a tile.
-    """
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-# By bytes of an element and the size of a head, at most. Wider ones take more registers and memory.
-_CHUNK_TILES = {
-    (2, 128): _Tiles(128, 64, 8, 2),
-    (2, 256): _Tiles(64, 32, 8, 2),
-    (4, 64): _Tiles(32, 32, 4, 2),
-    (4, 256): _Tiles(16, 16, 4, 2),
-}
-_SINGLE_TILES = {
-    (2, 128): _Tiles(16, 64, 4, 3),
-    (2, 256): _Tiles(16, 32, 4, 2),
-    (4, 64): _Tiles(16, 32, 4, 3),
-    (4, 256): _Tiles(16, 16, 4, 3),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +50,8 @@ class PagedStep:
         block_table: int64 [seqs, blocks] on the device.
         num_single: sequences with one query.
         longest_single: length that none of these exceeds.
+        sees: int64 [tokens] on the device; position of the last token that each one sees, never
+            before that of the preceding token of its sequence. None: its own.
     """
 
     starts: torch.Tensor
@@ -89,23 +59,34 @@ class PagedStep:
     block_table: torch.Tensor
     num_single: int
     longest_single: int
+    sees: torch.Tensor | None = None
 
 
 @triton.jit
-def _load_rows(at, is_key, is_column, MASKED: tl.constexpr, PADDED: tl.constexpr):
-    """Load keys or values; 0 for unseen ones: their weight is 0, and 0 * NaN is NaN."""
+def _load_rows(
+    at, scales_at, is_key, is_column, element: tl.constexpr, MASKED: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Load keys or values; 0 for unseen ones: their weight is 0, and 0 * NaN is NaN.
+
+    Those that have scales are codes; they are decoded, to numbers of a dtype.
+    """
     if MASKED:
         rows = tl.load(at, mask=is_key[:, None] & is_column, other=0.0)
     elif PADDED:
         rows = tl.load(at, mask=is_column, other=0.0)
     else:
         rows = tl.load(at)
+    if scales_at is not None:
+        scale = tl.load(scales_at, mask=is_key, other=0.0) if MASKED else tl.load(scales_at)
+        rows = (decode(rows) * scale[:, None]).to(element)
     return rows
 
 
 @triton.jit
 def _attend_tiles(
-    q, top, total, values, keys_at, table, first, last, lowest, position, window, scale, cap,
+    q, top, total, values, keys_at, scales_at, table, first, last, lowest, position, seen_to,
+    window, scale, cap,
     KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr, MASKED: tl.constexpr,
@@ -117,14 +98,17 @@ def _attend_tiles(
         top, total, values: state of what was attended to before: largest score (base 2), sum of
             2**(score - top), and weighted sum of values; returned with these keys added.
         keys_at: the key head in block 0.
+        scales_at: its scales there; None: keys and values are no codes.
         lowest: first key that any row sees; what lies before may be of others.
         position: position of each row.
+        seen_to: last key that each row sees: its position, but for spans.
         scale, cap: scale and cap of the scores, in base 2; see `_score_factors`.
         WIDEN: whether products are of float32, since Triton's interpreter has none of bfloat16.
         MASKED: whether some rows do not see all keys.
     """
     column = tl.arange(0, BLOCK_D)
     is_column = (column < HEAD_SIZE)[None, :]
+    PADDED: tl.constexpr = BLOCK_D != HEAD_SIZE
     SIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
     for start in range(first, last, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
@@ -135,15 +119,20 @@ def _attend_tiles(
             block = tl.load(table + key // BLOCK_SIZE)
         row = block * (2 * SIDE) + key % BLOCK_SIZE * HEAD_SIZE
         at = keys_at + row[:, None] + column[None, :]
-        k = _load_rows(at, is_key, is_column, MASKED, BLOCK_D != HEAD_SIZE)
-        v = _load_rows(at + SIDE, is_key, is_column, MASKED, BLOCK_D != HEAD_SIZE)
+        k_scales = None
+        v_scales = None
+        if scales_at is not None:
+            k_scales = scales_at + block * (2 * KV_HEADS * BLOCK_SIZE) + key % BLOCK_SIZE
+            v_scales = k_scales + KV_HEADS * BLOCK_SIZE
+        k = _load_rows(at, k_scales, is_key, is_column, q.dtype, MASKED, PADDED)
+        v = _load_rows(at + SIDE, v_scales, is_key, is_column, q.dtype, MASKED, PADDED)
         if WIDEN:
             k = k.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             score = cap - 2.0 * cap / (1.0 + tl.exp2(score))  # cap * tanh, by exp(2x)
         if MASKED:
-            seen = key[None, :] <= position[:, None]
+            seen = key[None, :] <= seen_to[:, None]
             if WINDOWED:
                 seen = seen & (key[None, :] > position[:, None] - window)
             new_top = tl.maximum(top, tl.max(tl.where(seen, score, -float("inf")), 1))
@@ -195,11 +184,11 @@ def _find_sequence(starts, first, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["table_stride", "first", "num_seqs"],
-    do_not_specialize_on_alignment=["table", "starts", "lens"],
+    do_not_specialize_on_alignment=["table", "starts", "lens", "sees"],
 )
 def chunks_kernel(
-    q, cache, table, starts, lens, sinks, out, q_stride, table_stride, first, num_seqs, window,
-    scale, cap,
+    q, cache, scales, table, starts, lens, sees, sinks, out, q_stride, table_stride, first,
+    num_seqs, window, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr,
@@ -236,9 +225,17 @@ def chunks_kernel(
     first_position = length - count + query
     last_position = tl.minimum(first_position + BLOCK_Q, length) - 1
     position = first_position + row // PACK
+    seen_to = position
+    if sees is not None:
+        # A tile's last row sees most; the first one, its own position at least.
+        seen_to = tl.load(sees + token, mask=is_row, other=0).to(tl.int32)
+        last_position = tl.max(seen_to, 0)
     top, total = _first_state(sinks, head, is_row, True, BLOCK_M, SUNK)
     values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys_at = cache + kv_head * BLOCK_SIZE * HEAD_SIZE
+    scales_at = None
+    if scales is not None:
+        scales_at = scales + kv_head * BLOCK_SIZE
     table += sequence.to(tl.int64) * table_stride
     lowest = 0
     masked_first = 0
@@ -246,16 +243,16 @@ def chunks_kernel(
         lowest = tl.maximum(first_position - window + 1, 0)
         masked_first = lowest // BLOCK_N * BLOCK_N
     else:
-        # Tiles that all queries see need no mask.
+        # AttentionTiles that all queries see need no mask.
         masked_first = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
         top, total, values = _attend_tiles(
-            queries, top, total, values, keys_at, table, 0, masked_first, 0, position, window,
-            scale, cap,
+            queries, top, total, values, keys_at, scales_at, table, 0, masked_first, 0, position,
+            seen_to, window, scale, cap,
             KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, False,
         )  # fmt: skip
     top, total, values = _attend_tiles(
-        queries, top, total, values, keys_at, table, masked_first, last_position + 1, lowest,
-        position, window, scale, cap,
+        queries, top, total, values, keys_at, scales_at, table, masked_first, last_position + 1,
+        lowest, position, seen_to, window, scale, cap,
         KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
     )  # fmt: skip
     result = values / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -306,7 +303,7 @@ def find_split(
 
 @triton.jit
 def _attend_split(
-    sequence, split, q, cache, table, lens, sinks, out, split_sums, split_values, q_stride,
+    sequence, split, q, cache, scales, table, lens, sinks, out, split_sums, split_values, q_stride,
     table_stride, num_splits, window, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -332,12 +329,16 @@ def _attend_split(
     lowest = tl.maximum(length - window, 0) if WINDOWED else 0
     first = start + split * size
     top, total = _first_state(sinks, head, is_row, split == 0, BLOCK_M, SUNK)
+    position = tl.full([BLOCK_M], 0, tl.int32) + length - 1
+    scales_at = None
+    if scales is not None:
+        scales_at = scales + kv_head * BLOCK_SIZE
     # Only what is loaded needs a mask: a split's keys are seen by all rows.
     top, total, values = _attend_tiles(
         queries, top, total, tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        cache + kv_head * BLOCK_SIZE * HEAD_SIZE,
+        cache + kv_head * BLOCK_SIZE * HEAD_SIZE, scales_at,
         table + sequence * table_stride, first, tl.minimum(first + size, length), lowest,
-        tl.full([BLOCK_M], 0, tl.int32) + length - 1, window, scale, cap,
+        position, position, window, scale, cap,
         KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
     )  # fmt: skip
     total = tl.where(total > 0.0, total, 1.0)
@@ -358,8 +359,8 @@ def _attend_split(
     do_not_specialize_on_alignment=["table", "lens"],
 )
 def singles_kernel(
-    q, cache, table, lens, sinks, out, split_sums, split_values, q_stride, table_stride, num_splits,
-    num_seqs, window, scale, cap,
+    q, cache, scales, table, lens, sinks, out, split_sums, split_values, q_stride, table_stride,
+    num_splits, num_seqs, window, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, LISTED: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
@@ -377,7 +378,7 @@ def singles_kernel(
     )
     while sequence < num_seqs:
         _attend_split(
-            sequence.to(tl.int64), split, q, cache, table, lens, sinks, out, split_sums,
+            sequence.to(tl.int64), split, q, cache, scales, table, lens, sinks, out, split_sums,
             split_values, q_stride, table_stride, num_splits, window, scale, cap,
             HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, PACK, BLOCK_M, BLOCK_N, BLOCK_D,
             SPLIT_TOKENS, MAX_SPLITS, CAPPED, WINDOWED, SUNK, WIDEN,
@@ -421,96 +422,10 @@ def combine_kernel(
     tl.store(out_at, (result / total).to(out.dtype.element_ty), mask=column < HEAD_SIZE)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """The sizes that kernels are compiled for.
-
-    Attributes:
-        heads: query heads.
-        kv_heads: key heads.
-        head_size: elements of a head.
-        block_size: tokens per block.
-        itemsize: bytes of an element.
-    """
-
-    heads: int
-    kv_heads: int
-    head_size: int
-    block_size: int
-    itemsize: int
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Constants of the cache's shape."""
-        return {
-            "HEADS": self.heads,
-            "KV_HEADS": self.kv_heads,
-            "HEAD_SIZE": self.head_size,
-            "BLOCK_SIZE": self.block_size,
-        }
-
-    @property
-    def block_d(self) -> int:
-        """Width of a tile; tensor cores want 16 at least."""
-        return max(power_of_2(self.head_size), 16)
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return self.heads // self.kv_heads
-
-    def _tiles(self, table: Mapping[tuple[int, int], _Tiles]) -> _Tiles:
-        return next(
-            tiles
-            for (itemsize, most), tiles in table.items()
-            if itemsize == self.itemsize and self.head_size <= most
-        )
-
-    def packs(self, tiles: _Tiles) -> int:
-        """Return the tiles that all query heads need."""
-        return self.kv_heads * -(-self.group // min(self.group, tiles.rows))
-
-    def chunks(self) -> tuple[dict[str, Any], _Tiles]:
-        """Return the constants of `chunks_kernel`, but for CAPPED and WINDOWED."""
-        tiles = self._tiles(_CHUNK_TILES)
-        return self._attention(tiles), tiles
-
-    def singles(self) -> tuple[dict[str, Any], _Tiles]:
-        """Return the constants of `singles_kernel`, but for CAPPED and WINDOWED."""
-        tiles = self._tiles(_SINGLE_TILES)
-        return self._attention(tiles) | self.splits() | {"LISTED": LISTED}, tiles
-
-    def _attention(self, tiles: _Tiles) -> dict[str, Any]:
-        return self.shape | {
-            "PACK": min(self.group, tiles.rows),
-            "BLOCK_M": tiles.rows,
-            "BLOCK_N": tiles.keys,
-            "BLOCK_D": self.block_d,
-            "WIDEN": is_interpreted(),
-        }
-
-    def splits(self) -> dict[str, int]:
-        """Return where sequences are split; the same whatever else is in a step."""
-        least, most = MOST_SPLITS
-        packs = self.packs(self._tiles(_SINGLE_TILES))
-        allowed = power_of_2(_SPLIT_PROGRAMS // packs) if packs <= _SPLIT_PROGRAMS else 1
-        return {"SPLIT_TOKENS": LEAST_SPLIT, "MAX_SPLITS": min(max(allowed, least), most)}
-
-    def combine(self) -> dict[str, Any]:
-        """Return the constants of `combine_kernel`, but for WINDOWED."""
-        tiles = self._tiles(_SINGLE_TILES)
-        return self.splits() | {
-            "HEADS": self.heads,
-            "HEAD_SIZE": self.head_size,
-            "BLOCK_N": tiles.keys,
-            "BLOCK_D": self.block_d,
-            "BLOCK_SPLITS": 16,
-        }
-
-
-def _layer(q: torch.Tensor, cache: torch.Tensor) -> _Layer:
+def _layer(q: torch.Tensor, cache: torch.Tensor) -> AttentionSizes:
     _, _, kv_heads, block_size, head_size = cache.shape
-    return _Layer(q.shape[1], kv_heads, head_size, block_size, q.element_size())
+    is_coded = cache.dtype != q.dtype
+    return AttentionSizes(q.shape[1], kv_heads, head_size, block_size, q.element_size(), is_coded)
 
 
 def attend(
@@ -521,17 +436,19 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal attention to the cache, [tokens, heads, head_size].
 
     Args:
         q: rotated queries [tokens, heads, head_size]; heads are contiguous.
-        cache: as `store` left it.
+        cache: as `store` left it, or `store_codes`.
         step: the sequences.
         scale: multiplies the scores.
         window: sliding window in tokens, the token itself included; None is unlimited.
         softcap: a scaled score s becomes softcap * tanh(s / softcap); None leaves it.
         sinks: float32 [heads], a score of each that has no value; None is without.
+        scales: float32 [blocks, 2, kv_heads, block_size], of a cache of codes; None: it has none.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     factors = (scale * _LOG2_E, 0.0)
@@ -546,15 +463,15 @@ def attend(
     }
     sinks = step.lens if sinks is None else sinks  # it is not read then
     if step.num_single:
-        _attend_singles(q, cache, step, sinks, out, layer, limits, options)
+        _attend_singles(q, (cache, scales), step, sinks, out, layer, limits, options)
     chunks = step.lens.shape[0] - step.num_single
     if chunks:
         constants, tiles = layer.chunks()
         queries = constants["BLOCK_M"] // constants["PACK"]
         programs = (q.shape[0] - step.num_single) // queries + chunks
         chunks_kernel[programs, layer.packs(tiles)](
-            q, cache, step.block_table, step.starts, step.lens, sinks, out, q.stride(0),
-            step.block_table.stride(0), step.num_single, chunks, *limits,
+            q, cache, scales, step.block_table, step.starts, step.lens, step.sees, sinks, out,
+            q.stride(0), step.block_table.stride(0), step.num_single, chunks, *limits,
             **constants, **options, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out
@@ -562,20 +479,23 @@ def attend(
 
 def _attend_singles(
     q: torch.Tensor,
-    cache: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor | None],
     step: PagedStep,
     sinks: torch.Tensor,
     out: torch.Tensor,
-    layer: _Layer,
+    layer: AttentionSizes,
     limits: tuple[int, float, float],
     options: Mapping[str, bool],
 ) -> None:
-    """Attend for the sequences with a single query, and write their rows of `out`."""
+    """Attend for the sequences with a single query, and write their rows of `out`.
+
+    `cache` has the scales of codes second.
+    """
     constants, tiles = layer.singles()
     longest = step.longest_single
     if options["WINDOWED"]:
         longest = min(longest, limits[0] + tiles.keys - 1)
-    splits = min(-(-longest // LEAST_SPLIT), constants["MAX_SPLITS"])
+    splits = min(-(-longest // constants["SPLIT_TOKENS"]), constants["MAX_SPLITS"])
     # A sequence of one split has its result written to `out` at once.
     rows = step.num_single * layer.heads * splits if splits > 1 else 0
     sums = torch.empty(rows, dtype=torch.float32, device=q.device)
@@ -585,7 +505,7 @@ def _attend_singles(
     packs = layer.packs(tiles)
     programs = max(min(step.num_single * max(splits, 1), STEP_PROGRAMS // packs), 1)
     singles_kernel[programs, packs](
-        q, cache, step.block_table, step.lens, sinks, out, sums, values, q.stride(0),
+        q, *cache, step.block_table, step.lens, sinks, out, sums, values, q.stride(0),
         step.block_table.stride(0), splits, step.num_single, *limits,
         **constants, **options, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -596,6 +516,7 @@ def _attend_singles(
         )  # fmt: skip
 
 
+_CODES = {"int8": "*i8", "fp8": "*u8"}
 _TYPES = {
     **dict.fromkeys(("q", "cache", "out"), "*{}"),
     **dict.fromkeys(("table", "starts", "lens"), "*i64"),
@@ -607,27 +528,39 @@ _TYPES = {
 
 
 def _variants(
-    dtype: str, heads: int, kv_heads: int, head_size: int, limits: str = ""
+    dtype: str, heads: int, kv_heads: int, head_size: int, limits: str = "", cache_dtype: str = ""
 ) -> Iterator[Variant]:
-    """Yield the kernels of a layer; `limits` names its features."""
-    layer = _Layer(heads, kv_heads, head_size, 16, 4 if dtype == "fp32" else 2)
-    options = {
+    """Yield the kernels of a layer; `limits` names its features, of which each has a comma."""
+    itemsize = 4 if dtype == "fp32" else 2
+    layer = AttentionSizes(heads, kv_heads, head_size, 16, itemsize, bool(cache_dtype))
+    options: dict[str, Any] = {
         "CAPPED": "soft cap" in limits,
         "WINDOWED": "window" in limits,
         "SUNK": "sinks" in limits,
     }
-    combined = _Tiles(0, 0, _COMBINE_WARPS, 2)
+    types = {name: kind.format(dtype) for name, kind in _TYPES.items()}
+    if cache_dtype:
+        types |= {"cache": _CODES[cache_dtype], "scales": "*fp32"}
+        limits += f", {cache_dtype} cache"
+    if "spans" in limits:
+        types["sees"] = "*i64"
+    options |= dict.fromkeys({"scales", "sees"} - types.keys())
+    combined = AttentionTiles(0, 0, _COMBINE_WARPS, 2)
     for kernel, (constants, tiles) in (
         (chunks_kernel, layer.chunks()),
         (singles_kernel, layer.singles()),
         (combine_kernel, (layer.combine(), combined)),
     ):
         kind = kernel.__name__.removesuffix("_kernel")
+        if kernel is not chunks_kernel and "spans" in limits:
+            continue  # a single query sees no later one
+        if kernel is combine_kernel and cache_dtype:
+            continue  # it reads no cache
         name = f"{kind}, {dtype}, heads {heads}/{kv_heads} of {head_size}{limits}"
         names = kernel.arg_names
-        types = {arg: _TYPES[arg].format(dtype) for arg in names if arg in _TYPES}
         settings = {key: value for key, value in {**constants, **options}.items() if key in names}
-        yield Variant(name, kernel, types, settings, tiles.num_warps, tiles.num_stages)
+        arguments = {key: value for key, value in types.items() if key in names}
+        yield Variant(name, kernel, arguments, settings, tiles.num_warps, tiles.num_stages)
 
 
 VARIANTS = (
@@ -642,4 +575,23 @@ VARIANTS = (
     *_variants("fp16", 16, 8, 256),
     *_variants("fp32", 32, 8, 128),
     *_variants("fp32", 64, 1, 256),
+    *_variants("bf16", 8, 4, 256, ", spans"),  # Gemma 3 with images
+    *_variants("bf16", 8, 4, 256, ", window, spans"),
+    *_variants("bf16", 8, 1, 512),  # Gemma 4
+    *_variants("fp16", 8, 1, 512),
+    *_variants("bf16", 32, 8, 64, "", "fp8"),
+    *_variants("bf16", 32, 8, 128, "", "fp8"),
+    *_variants("bf16", 16, 8, 256, ", window, soft cap", "fp8"),
+    *_variants("bf16", 8, 4, 256, ", window, spans", "fp8"),
+    *_variants("bf16", 64, 1, 256, "", "fp8"),
+    *_variants("bf16", 8, 1, 512, "", "fp8"),
+    *_variants("fp16", 16, 8, 256, "", "fp8"),
+    *_variants("fp32", 32, 8, 128, "", "fp8"),
+    *_variants("fp32", 64, 1, 256, "", "fp8"),
+    *_variants("bf16", 64, 8, 64, ", window, sinks", "int8"),
+    *_variants("bf16", 32, 8, 128, "", "int8"),
+    *_variants("bf16", 64, 1, 256, "", "int8"),
+    *_variants("bf16", 8, 1, 512, "", "int8"),
+    *_variants("fp16", 16, 8, 256, "", "int8"),
+    *_variants("fp32", 64, 1, 256, "", "int8"),
 )

@@ -15,6 +15,7 @@ from hardpoint.builtin_plugins.attention.plan import AttentionPlan, _groups, _sh
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.attention.triton import TritonAttention
 from hardpoint.plugins import AttentionContext, AttentionStep, KVSpec, ModelError
+from hardpoint.toolkit.kv_codes import CODE_DTYPES
 
 NUM_BLOCKS = 96
 
@@ -347,11 +348,18 @@ def allocating(sizes: list[int]):
     return allocate
 
 
-def test_triton_refuses_heads_that_are_too_large() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "size", "words"),
+    [
+        (torch.float32, 288, "at most 256 elements in float32, the model's have 288"),
+        (torch.bfloat16, 576, "at most 512 elements in bfloat16, the model's have 576"),
+    ],
+)
+def test_triton_refuses_heads_that_are_too_large(dtype, size, words) -> None:
     pytest.importorskip("triton")
-    backend = build_backend(torch.float32, 16, TritonAttention)
-    spec = KVSpec(4, 2, 288, 0.1)
-    message = "attention.use: 'triton' has kernels for heads of at most 256 .* the model's have 288"
+    backend = build_backend(dtype, 16, TritonAttention)
+    spec = KVSpec(4, 2, size, 0.1)
+    message = f"attention.use: 'triton' has kernels for heads of {words}"
     with pytest.raises(ModelError, match=message):
         backend.bytes_per_block(spec)
     with pytest.raises(ModelError, match=message):
@@ -376,7 +384,30 @@ def test_triton_rotates_where_it_writes() -> None:
     expected = backend.attend(spec, caches[0], plan, *(x.clone() for x in rotated), v)
     got = backend.rotate_and_attend(spec, caches[1], plan, q, k, v, angles)
     assert torch.allclose(got, expected, 1e-5, 1e-6)
-    assert torch.allclose(*caches, 1e-5, 1e-6)
+    assert torch.allclose(*(keys_and_values for (keys_and_values,) in caches), 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("cache_dtype", CODE_DTYPES)
+def test_triton_reads_the_codes_that_torch_reads(cache_dtype) -> None:
+    pytest.importorskip("triton")
+    spec, generator = KVSpec(4, 2, 24, 0.3), torch.Generator().manual_seed(0)
+    backends = [
+        build_backend(torch.float32, 4, cls, cache_dtype=cache_dtype)
+        for cls in (TorchAttention, TritonAttention)
+    ]
+    caches = [backend.allocate(spec, NUM_BLOCKS) for backend in backends]
+    sizes = {backend.bytes_per_block(spec) for backend in backends}
+    assert sizes == {2 * 2 * 4 * (24 + 4)}
+    blocks = blocks_of(4)
+    for counts in ([("a", 9), ("b", 3)], [("a", 1), ("b", 4)], [("a", 1), ("b", 1)]):
+        step = blocks.step(counts)
+        tokens = sum(count for _, count in counts)
+        q, k, v = (torch.randn(tokens, heads, 24, generator=generator) for heads in (4, 2, 2))
+        expected, got = (
+            backend.attend(spec, cache, backend.plan(step), q.clone(), k.clone(), v.clone())
+            for backend, cache in zip(backends, caches, strict=True)
+        )
+        assert torch.allclose(got, expected, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -44,6 +44,8 @@ def compare(pythons: dict[str, str], loads: list[str], rounds: int, folder: Path
                 engine: [LOADS[name].tokens / answer["seconds"] for answer in listed]
                 for engine, listed in answers.items()
             }
+            medians = (f"{e} {statistics.median(s):.0f}" for e, s in speeds[name].items())
+            print(f"{name}: {', '.join(medians)} tokens per second", flush=True)
         about = {e.name: {**e.about, "start_seconds": e.start_seconds} for e in engines.values()}
     machine = machine.better(measure(size))
     return {

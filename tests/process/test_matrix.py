@@ -51,6 +51,8 @@ HERE = "support.broken.processors"
 PROCESSORS = [f"{HERE}:{name}" for name in ("Bias", "Counter", "Observer", "EndsAt")]
 PROCESSORS.append("support.plugins.grouped:Mixed")  # no processor, but for requests as these are
 EVICTING = "support.plugins.evicting:Window"
+SELF_DRAFT = "support.plugins.main_model:SelfDraft"
+EVERY_THIRD = "support.plugins.sampling_states:EveryThird"
 OF_THE_BATCH = f"{HERE}:BatchBias"
 RANKS = {"executor": {"use": "multiproc"}}
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -102,7 +104,9 @@ ENGINE: dict[str, dict[str, Level]] = {
         },
         "model": {"speculation": {"use": ["draft_model"], "adaptive": False}},
         "head": {"speculation": {"use": ["eagle3"], "adaptive": False}},
+        "own model": {"speculation": {"use": [SELF_DRAFT], "adaptive": False}},
     },
+    "sampler": {"default": {}, "with states": {"sampler": {"use": EVERY_THIRD}}},
     "stores": {
         "none": {},
         "memory": {
@@ -180,6 +184,8 @@ REQUEST: dict[str, dict[str, Level]] = {
     },
 }
 ALL = ENGINE | REQUEST
+PLAIN = ("model", "cache", "sampler")
+"""Features of the plain engine that a row is compared with."""
 EXTRAS: dict[tuple[str, str], Level] = {
     ("tools", "free"): {"tools": {"f": {"type": "object"}}},
     ("tools", "required"): {
@@ -228,8 +234,10 @@ REFUSED = (
         ),
     }
     | {
-        (("speculator", "head"), ("ranks", name)): (
-            "plugin.eagle3.model: expected one rank for a drafting head, got 2"
+        (("speculator", level), ("ranks", name)): f"model: expected one rank for {what}, got 2"
+        for level, what in (
+            ("head", "a drafting head"),
+            ("own model", "sequences of the engine's own model"),
         )
         for name in ("tensor", "pipeline")
     }
@@ -501,11 +509,11 @@ class Models:
         self.tables |= dict.fromkeys(SCRIPTED, np.stack([ids, ids], 1))
         self.images = [image(0), image(1)]
         self.results: dict[str, Result] = {}
-        self.engines: dict[tuple[str, str], LLMEngine] = {}
+        self.engines: dict[tuple[str, ...], LLMEngine] = {}
 
     def config(self, row: Mapping[str, str], extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of an engine of a row's model and cache."""
-        tables = merged(*(ENGINE[feature][row[feature]] for feature in ("model", "cache")))
+        """Return the configuration of an engine of a row's model, cache and sampler."""
+        tables = merged(*(ENGINE[feature][row[feature]] for feature in PLAIN))
         tree = scripted_config(self.folders[row["model"]], merged(tables, extra))
         if row["model"] == "with states":
             tree["plugins"]["enable"][0] = {"use": HYBRID, "name": "ScriptedForCausalLM"}
@@ -566,9 +574,8 @@ class Models:
     def _alone(self, row: Mapping[str, str], job: Job) -> Result:
         extras = extras_of(row | {"priority": "of all"}, job[0], self.poet)
         form = (row["prompt"], job[0]) if row["prompt"] == "with an image" else row["prompt"]
-        key = repr(
-            (row["model"], row["cache"], form if job[0].startswith("s") else "", job[1:], extras)
-        )
+        levels = [row[feature] for feature in PLAIN]
+        key = repr((levels, form if job[0].startswith("s") else "", job[1:], extras))
         if key not in self.results:
             jobs = self.given(row | {"turns": "one"}, [job])
             (self.results[key],) = drive(self._plain(row), jobs, {job[0]: extras}).values()
@@ -589,7 +596,7 @@ class Models:
         return {"adapters": {"max_loras": 1, "max_lora_rank": 4, "paths": paths}}
 
     def _plain(self, row: Mapping[str, str]) -> LLMEngine:
-        name = row["model"], row["cache"]
+        name = tuple(row[feature] for feature in PLAIN)
         if name not in self.engines:
             is_scripted = row["model"] in SCRIPTED
             taps = [] if is_scripted else TAPS["enable"]

@@ -41,7 +41,7 @@ _FEW_TOKENS = 8
 
 
 def measure(name: str, count: int, options: argparse.Namespace) -> dict[str, float]:
-    """Return milliseconds of the host per step, and per step of both engines."""
+    """Return milliseconds per step of the device and of both engines, with their medians."""
     device_ms = options.device_ms or DEVICE_MS.get(count, max(DEVICE_MS.values()))
     lengths = _FEW_TOKENS, _FEW_TOKENS + options.tokens
     found = {"device": device_ms}

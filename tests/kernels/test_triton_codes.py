@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import nightly_but
 from support.moving import move_memory
-from support.triton import kernel_examples
+from support.triton import kernel_examples, triton_ops
 
 pytest.importorskip("triton")
 
-from hardpoint.builtin_plugins.ops.triton import TritonOps
 from hardpoint.kernels.triton import code_experts, code_tiles, launch, packed_codes
 from hardpoint.kernels.triton import codes as kernels
 from hardpoint.kernels.twins import AffineMatrix, dequantize, linear_codes
-from hardpoint.plugins import OpsContext, quantization
+from hardpoint.plugins import quantization
 from hardpoint.testing.ops.code_matrices import FORMS
 
 DEVICE = torch.device("cpu" if launch.is_interpreted() else "cuda")
@@ -30,11 +29,6 @@ EACH_WAY = [FORMS[0], FORMS[4], FORMS[6], FORMS[9]]
 """Codes of each number of bits: alone, with a table, with two levels of scales, with offsets."""
 SOME_FORMS = nightly_but(FORMS, *EACH_WAY, name=lambda kind: kind.name)
 ROUNDING = {FLOAT: 1e-5, HALF: 1e-3, BF16: 8e-3}  # the interpreter cuts bfloat16
-
-
-def ops_of(dtype):
-    options = TritonOps.Options()
-    return TritonOps(OpsContext(name="triton", options=options, device=DEVICE, dtype=dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +295,7 @@ def test_packed_codes_may_lie_at_any_address_and_cannot_be_written_to(tmp_path):
 
 
 def test_operations_refuse_what_is_no_matrix_of_codes():
-    ops = ops_of(BF16)
+    ops = triton_ops(BF16)
     matrix = FORMS[2].draw(6, 40, torch.Generator().manual_seed(1))
     packed = ops.pack_codes([matrix])
     assert ops.code_bits == (4, 5, 6, 8)
@@ -329,7 +323,7 @@ def test_experts_of_codes(kinds, rows, per_row, dtype, is_stacked, seed):
     """Experts are multiplied together, though chosen by none or elsewhere."""
     hidden, width, experts = 50, 35, 4
     generator = torch.Generator().manual_seed(seed)
-    ops = ops_of(dtype)
+    ops = triton_ops(dtype)
     packed, numbers = [], []
     for kind, columns, sizes in (
         (kinds[0], hidden, (width, width)),
@@ -364,7 +358,7 @@ def test_experts_of_codes(kinds, rows, per_row, dtype, is_stacked, seed):
 @pytest.mark.nightly
 def test_results_of_experts_lie_at_aligned_addresses(monkeypatch):
     """Where columns are computed in parts."""
-    ops = ops_of(FLOAT)
+    ops = triton_ops(FLOAT)
     generator, hidden, pairs, widths = torch.Generator().manual_seed(3), 1100, 2, []
     packed = (
         [ops.pack_codes([FORMS[2].draw(*size, generator)])] * 2
@@ -391,7 +385,7 @@ def test_results_of_experts_lie_at_aligned_addresses(monkeypatch):
 
 def test_experts_of_different_forms_are_multiplied_one_by_one():
     generator = torch.Generator().manual_seed(4)
-    ops = ops_of(FLOAT)
+    ops = triton_ops(FLOAT)
     gate_up = [kind.draw(32, 16, generator) for kind in FORMS[:2]]
     down = [kind.draw(16, 16, generator) for kind in FORMS[:2]]
     packed = ([ops.pack_codes([codes]) for codes in side] for side in (gate_up, down))
@@ -407,7 +401,7 @@ def test_experts_of_different_forms_are_multiplied_one_by_one():
 
 def test_experts_of_codes_whose_memory_moved():
     generator = torch.Generator().manual_seed(4)
-    ops = ops_of(FLOAT)
+    ops = triton_ops(FLOAT)
     gate_up = [ops.pack_codes([FORMS[0].draw(32, 16, generator)]).clone() for _ in range(2)]
     down = [ops.pack_codes([FORMS[0].draw(16, 16, generator)]).clone() for _ in range(2)]
     run = ops.experts(gate_up, down, (16, 16))

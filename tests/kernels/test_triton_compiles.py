@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.triton import kernel_device
+from support.triton import kernel_device, triton_ops
 
 pytest.importorskip("triton")
 
-from hardpoint.builtin_plugins.ops.triton import TritonOps
 from hardpoint.kernels.triton import code_tiles, layers
 from hardpoint.kernels.triton import logits as logits_kernels
-from hardpoint.plugins import Op, OpsContext
+from hardpoint.plugins import Op
 from hardpoint.plugins.model.logits_ops import warm_up
 from hardpoint.testing.ops.code_matrices import FORMS
 
@@ -47,11 +46,6 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(kind, "run", recorded)
     return calls
-
-
-def ops_of(dtype, **options):
-    context = {"name": "triton", "options": TritonOps.Options(**options), "device": DEVICE}
-    return TritonOps(OpsContext(**context, dtype=dtype))
 
 
 def whole(*shape):
@@ -93,7 +87,7 @@ def run_products(ops, rows):
     x, hidden, width = torch.zeros(rows, 600, device=DEVICE), 600, 5
     matrix = ops.pack_codes([FORMS[0].draw(5, hidden, generator)])
     ops.linear(matrix, (5, hidden))(x)
-    always = ops_of(torch.float32, few_row_products="always")
+    always = triton_ops(torch.float32, few_row_products="always")
     always.linear(torch.zeros(5, hidden, device=DEVICE), (5, hidden))(x)
     ops.embedding(matrix, (5, hidden))(whole(rows))
     chosen, weights = whole(rows, 2), torch.ones(rows, 2, device=DEVICE)
@@ -110,7 +104,7 @@ def run_products(ops, rows):
 @pytest.mark.parametrize("run", [run_logits, run_edits, run_layers, run_products])
 def test_numbers_of_rows_are_no_constants(run, launches, monkeypatch):
     monkeypatch.setattr(code_tiles, "INTERPRETED", (SPLIT, SPLIT))
-    ops, compiled = ops_of(torch.float32), {}
+    ops, compiled = triton_ops(torch.float32), {}
     for rows in ROWS:
         launches.clear()
         run(ops, rows)
@@ -127,7 +121,7 @@ def test_a_first_top_p_compiles_few_kernels(launches):
 
 
 def test_what_warms_up_is_what_requests_need(launches):
-    ops = ops_of(torch.float32)
+    ops = triton_ops(torch.float32)
     warm_up(ops, 50, DEVICE)
     warm = set(launches)
     launches.clear()

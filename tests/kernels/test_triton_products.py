@@ -10,13 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.moving import move_memory
-from support.triton import kernel_device, kernel_examples
+from support.triton import kernel_device, kernel_examples, triton_ops
 
 pytest.importorskip("triton")
 
-from hardpoint.builtin_plugins.ops.triton import TritonOps
 from hardpoint.kernels.triton import measured_products, products
-from hardpoint.plugins import OpsContext
 
 DEVICE = torch.device(kernel_device())
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -203,15 +201,10 @@ def test_a_matrix_whose_memory_moved(small_tiles):
     assert torch.equal(multiply(x), expected)
 
 
-def ops_of(choice, dtype=BF16):
-    context = {"name": "triton", "device": DEVICE, "dtype": dtype}
-    return TritonOps(OpsContext(options=TritonOps.Options(few_row_products=choice), **context))
-
-
 @pytest.mark.parametrize("x_rows", [1, 4])
 def test_replays_of_a_recording(small_tiles, x_rows):
     """A CUDA graph, on a GPU: each replay multiplies the x of its time."""
-    ops, weight = ops_of("always"), draw(40, 200, dtype=BF16)
+    ops, weight = triton_ops(BF16, few_row_products="always"), draw(40, 200, dtype=BF16)
     multiply, x = ops.linear(weight, (40, 200)), draw(x_rows, 200, dtype=BF16, seed=1)
     recorded = ops.record(lambda: multiply(x))
     for seed in range(2, 5):
@@ -240,7 +233,7 @@ def test_which_products_run_in_the_kernels(counts, monkeypatch):
         ("measured", "GPU", [2, 3, 4]),
         ("always", "another GPU", [*range(1, 17)]),
     ):
-        ops = ops_of(choice)
+        ops = triton_ops(BF16, few_row_products=choice)
         monkeypatch.setattr(ops, "_gpu", name)
         counts.clear()
         multiply = ops.linear(ops.pack(weight), (20, 30))

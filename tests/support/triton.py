@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from hypothesis import Phase, settings
 
+from hardpoint.plugins import Ops, OpsContext
 from support.searching import searches_long
 from support.triton_interpreter import speed_up
 
@@ -20,6 +24,19 @@ def kernel_device() -> str:
         return "cuda"
     speed_up()
     return "cpu"
+
+
+def triton_ops(dtype: torch.dtype, **options: Any) -> Ops:
+    """Return the operations `triton`, with options, where kernels run."""
+    from hardpoint.builtin_plugins.ops.triton import TritonOps
+
+    context = OpsContext(
+        name="triton",
+        options=TritonOps.Options(**options),
+        device=torch.device(kernel_device()),
+        dtype=dtype,
+    )
+    return TritonOps(context)
 
 
 def kernel_examples(count: int, nightly: int) -> settings:

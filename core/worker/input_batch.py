@@ -281,7 +281,7 @@ class InputBatch:
         at: Sequence[int] = range(len(requests))
         if self.groups.by_leader:
             requests, at = self.groups.with_members(requests)
-        rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
+        rows = np.array([request.row for request in requests], np.int64)
         self._token_ids[rows, self._num_tokens[rows]] = -1  # no model takes it for a token
         self._num_tokens[rows] += 1
         self._late_ids, self._late_at[rows] = ids, at
@@ -289,8 +289,9 @@ class InputBatch:
     def settle_late(self, tokens: Mapping[LogitsRequest, int | None]) -> bool:
         """Write the tokens of `append_late`, None takes one back; return whether no row left."""
         self._late_ids, self._late_at[:] = None, -1
-        present = [(r.row, -1 if t is None else t) for r, t in tokens.items() if self.has(r)]
-        rows, ids = np.array(present, dtype=np.int64).reshape(-1, 2).T
+        present = [request for request in tokens if self.has(request)]
+        rows = np.array([request.row for request in present], np.int64)
+        ids = np.array([-1 if (t := tokens[r]) is None else t for r in present], np.int64)
         self._num_tokens[rows] -= ids < 0
         self._token_ids[rows, self._num_tokens[rows] - (ids >= 0)] = np.maximum(ids, 0)
         for request, token in tokens.items():
@@ -342,7 +343,8 @@ class InputBatch:
         self, scheduled: dict[str, int], device: torch.device, drafts: Drafts = MappingProxyType({})
     ) -> StepInput:
         """Return the input of a step, its drafts included; count its tokens as computed."""
-        rows = np.fromiter((self._row_of[r] for r in scheduled), np.int64, len(scheduled))
+        row_of_id = self._row_of
+        rows = np.array([row_of_id[request_id] for request_id in scheduled], np.int64)
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         if (num_single := int(np.count_nonzero(counts == 1))) < len(rows):
             order = np.argsort(counts > 1, kind="stable")

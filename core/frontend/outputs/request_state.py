@@ -125,7 +125,7 @@ class RequestState:
         observed: states that observers have of it.
         metrics: for its last output.
         plain: after the first output, the stream of a request whose outputs until the last one are
-            deltas of text alone, for `advance`; None of others.
+            deltas of text alone or are not shown, for `advance`; None of others.
         plugins: names of the plugins that get arguments of the request.
     """
 
@@ -285,9 +285,11 @@ class RequestState:
         params = self._request.params
         asks = self._logprobs is not None or self._prompt_logprobs is not None
         asks = asks or params.routed_experts or bool(params.stop_strings or params.include)
-        watches = self._formats is not None or self._flaw_of is not None
+        if asks or self._formats is not None:
+            return False
         is_alone = self._delta and self.parent.n == self._interval == 1 and not self.index
-        return is_alone and self._decoder is not None and not (asks or watches)
+        is_text = is_alone and self._decoder is not None and self._flaw_of is None
+        return is_text or self._final_only
 
     def end(self, reason: FinishReason) -> None:
         """End the request without the engine."""
@@ -350,6 +352,9 @@ class RequestState:
         """
         stream = self.plain
         if not token_ids or stream is None:
+            return None
+        if self._final_only:
+            stream.push(token_ids, None)
             return None
         text = stream.decode(token_ids)
         stream.num_shown += len(token_ids)

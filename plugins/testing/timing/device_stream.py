@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -56,8 +57,7 @@ class DeviceStream:
     def copy_to_host(self, source: torch.Tensor, seconds: float = 0.0) -> DeviceCopy:
         """Copy a tensor when the work launched so far is done; returns at once."""
         target = torch.empty_like(source)
-        # As the engine's step: its tensors can be written in inference mode only.
-        self.launch(torch.inference_mode()(lambda: target.copy_(source)), seconds)
+        self.launch(functools.partial(_copy, source, target), seconds)
         return DeviceCopy(target, self.record_event())
 
     def synchronize(self) -> None:
@@ -91,6 +91,15 @@ class DeviceStream:
                 self._error = error
         if self._error is not None:
             raise self._error
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    # As the engine's step: its tensors can be written in inference mode only.
+    if torch.is_inference_mode_enabled():
+        target.copy_(source)
+        return
+    with torch.inference_mode():
+        target.copy_(source)
 
 
 class DeviceEvent:

@@ -17,7 +17,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include "attention_tiles.h"
@@ -44,8 +43,8 @@ constexpr int MAX_ROWS = 2, SUMS = 8;
 
 // Rows that are attended together.
 template <class T, class S>
-constexpr int ROWS_AT_ONCE = attention_tiles::AVAILABLE<T, S> ? attention_tiles::AT_ONCE : MAX_ROWS;
-constexpr int MOST_ROWS = std::max(ROWS_AT_ONCE<bf16, bf16>, MAX_ROWS);
+constexpr int ROWS = attention_tiles::AVAILABLE<T, S> ? attention_tiles::MAX_ROWS : MAX_ROWS;
+constexpr int MOST_ROWS = std::max(ROWS<bf16, bf16>, MAX_ROWS);
 
 // Queries that are attended together over parts of one block table.
 struct Item {
@@ -443,19 +442,6 @@ __attribute__((noinline)) void weigh(const float* scores, const Lanes* lanes, in
   *sum_out = sum_lanes(sum[0]);
 }
 
-// Cap and weigh the scores of rows [PART], whose maximum and sum are at `limits` of their results.
-template <class T, bool CODED>
-INLINE void weigh_rows(float* scores, const Lanes* const* lanes, int rows, int groups, float scale,
-                       float softcap, const float* const* factors, gemm::Operand<T>* weights,
-                       float* const* results, long limits) {
-  for (int r = 0; r < rows; r++, scores += PART, weights += PART) {
-    float* to = results[r] + limits;
-    if (softcap != 0.0f) cap_scores(scores, groups, scale, softcap);
-    weigh<T, CODED>(scores, lanes[r], groups, softcap != 0.0f ? 1.0f : scale, factors, weights, to,
-                    to + 1);
-  }
-}
-
 // A result without a key.
 inline void clear(float* result, size_t size) {
   std::fill(result, result + size, 0.0f);
@@ -508,6 +494,19 @@ struct Workspace {
   Scratch<T> edges;
   Scratch<float> partials;
 };
+
+// Turn the scores of rows into weights.
+template <bool CODED, class T>
+INLINE void weigh_rows(const Heads<T>& heads, const Lanes* const* lanes, int rows, int groups,
+                       float scale, float softcap, const float* const* factors, Workspace<T>& work,
+                       float* const* results) {
+  for (int r = 0; r < rows; r++) {
+    float *scores = work.scores + r * PART, *limits = results[r] + heads.panels * PANEL;
+    if (softcap != 0.0f) cap_scores(scores, groups, scale, softcap);
+    weigh<T, CODED>(scores, lanes[r], groups, softcap != 0.0f ? 1.0f : scale, factors,
+                    work.weights + r * PART, limits, limits + 1);
+  }
+}
 
 // A part of a sequence's keys and values of one head.
 template <class S>
@@ -611,8 +610,7 @@ __attribute__((noinline)) void attend_rows(const Heads<T>& heads, const Queries<
   if constexpr (CODED<T, S>)
     for (g = 0; g < count; g++)
       factors[g] = kv_codes::scales(at[count + g], heads.panels * PANEL * PANEL);
-  weigh_rows<T, CODED<T, S>>(scores, lanes, rows, count, scale, softcap, factors, work.weights,
-                             results, heads.panels * PANEL);
+  weigh_rows<CODED<T, S>>(heads, lanes, rows, count, scale, softcap, factors, work, results);
   const gemm::Operand<T>* weights = work.weights;
   at += count;
   long panel = 0;
@@ -646,38 +644,20 @@ void attend_tile(const Heads<T>& heads, const Queries<T>& q, const Groups<S>& gr
 }
 
 #if defined(__AMX_BF16__)
-// As `attend_rows` by products of tiles: keys of groups from `begin` to `end` of a part, and values
-// that are joined. Results follow each other.
-__attribute__((noinline)) inline void attend_tiles(const Heads<bf16>& heads,
-                                                   const Queries<bf16>& q, const bf16* const* keys,
-                                                   const bf16* values, int begin, int end,
-                                                   const Lanes* const* lanes, int rows, float scale,
-                                                   float softcap, Workspace<bf16>& work,
-                                                   float* const* results) {
-  using attention_tiles::multiply;
-  float* scores = work.scores + begin * PANEL;
-  bf16* weights = work.weights + begin * PANEL;
-  bool whole = heads.depth % attention_tiles::DEPTH == 0;
-  multiply({q.at, q.slice, keys + begin, attention_tiles::JOINED, heads.depth, scores, PART}, rows,
-           end - begin, whole);
-  weigh_rows<bf16, false>(scores, lanes, rows, end - begin, scale, softcap, nullptr, weights,
-                          results, heads.panels * PANEL);
-  // The other group of a pair.
-  for (int r = 0; r < rows && begin % 2; r++) std::fill_n(weights + r * PART - PANEL, PANEL, 0);
-  for (int r = 0; r < rows && end % 2; r++)
-    std::fill_n(work.weights + r * PART + end * PANEL, PANEL, 0);
-  const bf16* panels[attention_tiles::PANELS];
-  begin /= 2;
-  end = (end + 1) / 2;
-  for (long panel = 0; panel < heads.panels; panel += attention_tiles::PANELS) {
-    int count = (int)std::min<long>(attention_tiles::PANELS, heads.panels - panel);
-    for (int i = 0; i < count; i++)
-      panels[i] = values + (panel + i) * attention_tiles::JOINED + begin * 2 * heads.value_size;
-    multiply({work.weights + begin * attention_tiles::DEPTH, 0, panels, 2 * heads.value_size,
-              (end - begin) * attention_tiles::DEPTH, results[0] + panel * PANEL,
-              heads.panels * PANEL + PANEL},
-             rows, count, whole);
-  }
+// As `attend_rows` by products of tiles. Results follow each other.
+inline void attend_tiles(const Heads<bf16>& heads, const Queries<bf16>& q,
+                         const Groups<bf16>& groups, bool prefetches, const Lanes* const* lanes,
+                         int rows, float scale, float softcap, Workspace<bf16>& work,
+                         float* const* results, attention_tiles::Registers& registers) {
+  const bf16 *const *keys = groups.at, *const *values = keys + groups.count;
+  registers.use_for_keys();
+  attention_tiles::score(q.at, SLICE, q.slice, rows, keys, groups.count, heads.depth,
+                         prefetches ? keys + AHEAD : nullptr, work.scores, PART);
+  weigh_rows<false>(heads, lanes, rows, groups.count, scale, softcap, nullptr, work, results);
+  registers.use_for_values();
+  attention_tiles::sum_values(work.weights, PART, rows, values, groups.count, (int)heads.panels,
+                              prefetches ? values + AHEAD : nullptr, results[0],
+                              heads.panels * PANEL + PANEL);
 }
 #endif
 
@@ -712,7 +692,7 @@ template <class T, class S>
 class Attended {
  public:
   Attended(const Layer<T, S>& layer, const Item& item, long kv_head, bool more, float* pieces,
-           Workspace<T>& work)
+           Workspace<T>& work, attention_tiles::Registers& registers)
       : layer_(layer),
         heads_(layer.heads),
         layout_(layer.layout),
@@ -722,23 +702,20 @@ class Attended {
         group_((int)layer.group()),
         count_(item.count * group_),
         pieces_(pieces),
-        work_(work) {}
+        work_(work),
+        registers_(registers) {}
 
   void run() {
-    padded_ = (count_ + ROWS - 1) / ROWS * ROWS;
+    padded_ = (count_ + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     slices_ = (heads_.depth + SLICE - 1) / SLICE;
     // Behind the last one, rows may be read that do not count.
-    queries_ = work_.queries.get((slices_ * padded_ + ROWS) * SLICE);
+    queries_ = work_.queries.get((slices_ * padded_ + AT_ONCE) * SLICE);
     for (int i = 0; i < padded_; i++) take_query(i);
     size_t size = layer_.result_size();
     results_ = work_.results.get(count_ * size);
     for (int i = 0; i < count_; i++) clear(results_ + i * size, size);
-    partials_ = work_.partials.get(ROWS * size);
+    partials_ = work_.partials.get(AT_ONCE * size);
     if (!CODED<T, S>) edges_ = work_.edges.get(GROUPS * heads_.value_size);
-#if defined(__AMX_BF16__)
-    std::optional<attention_tiles::Registers> registers;
-    if (TILED) registers.emplace(std::min(count_, ROWS), heads_.depth);
-#endif
     for (long part = item_.from; part < item_.to; part++) attend_part(part);
     if (item_.piece >= 0) return;
     for (int i = 0; i < count_; i++)
@@ -746,7 +723,7 @@ class Attended {
   }
 
  private:
-  static constexpr int ROWS = ROWS_AT_ONCE<T, S>;
+  static constexpr int AT_ONCE = ROWS<T, S>;
   static constexpr bool TILED = attention_tiles::AVAILABLE<T, S>;
 
   long row(int i) const { return layer_.plan.row_list()[item_.first + i / group_]; }
@@ -808,13 +785,12 @@ class Attended {
       part_.tokens[g] = blocks.tokens(group);
       part_.all[g] = {0, part_.tokens[g]};
       part_.last = part_.token[g] + part_.tokens[g] - 1;
-      if (TILED) join(g, group);
       if (part_.token[g] > last_) continue;  // the table may end here
       part_.keys[g] = keys(group);
       part_.values[g] = values(group);
       if constexpr (CODED<T, S>)
         __builtin_prefetch(part_.values[g] + heads_.panels * PANEL * PANEL);  // their scales
-      else if (!TILED)
+      else
         hide(g);
     }
     for (int i = 0; i < AHEAD; i++) {
@@ -833,18 +809,6 @@ class Attended {
     T* copy = edges_ + g * heads_.value_size;
     copy_visible(heads_, part_.values[g], seen, copy);
     part_.values[g] = copy;
-  }
-
-  // Join the values of pairs of groups that a query sees, for products of tiles.
-  void join(int g, long group) {
-    if (part_.token[g / 2 * 2] > last_) return;
-    Lanes seen = lanes(g, first_, last_);
-    const S* from = part_.token[g] > last_ ? nullptr : values(group);
-    if constexpr (TILED)
-      attention_tiles::join_values(from, heads_.panels, seen.from, seen.to, joined(g));
-  }
-  T* joined(int g) const {
-    return edges_ + g / 2 * 2 * heads_.value_size + g % 2 * gemm::panel_size<T>(PANEL);
   }
 
   long oldest(long position) const {
@@ -879,27 +843,20 @@ class Attended {
     for (int g = 0; g < GROUPS && part_.token[g] <= last_; g++) {
       Lanes some = lanes(g, first_, last_), all = lanes(g, common_first_, common_last_);
       bool differ = some.from != all.from || some.to != all.to;
-      if (differ && !is_finite(g)) return true;
+      if (differ && !is_finite((const T*)part_.values[g], heads_.value_size)) return true;
     }
     return false;
   }
 
-  bool is_finite(int g) const {
-    if (!TILED) return attention::is_finite((const T*)part_.values[g], heads_.value_size);
-    size_t size = gemm::panel_size<T>(PANEL);
-    for (long panel = 0; panel < heads_.panels; panel++)
-      if (!attention::is_finite(joined(g) + panel * 2 * size, size)) return false;
-    return true;
-  }
-
   void attend_rows_of(long part, int begin, int end) {
-    for (; begin < end; begin += ROWS) attend_rows_at(part, begin, std::min(ROWS, end - begin));
+    for (; begin < end; begin += AT_ONCE)
+      attend_rows_at(part, begin, std::min(AT_ONCE, end - begin));
   }
 
   void attend_rows_at(long part, int first, int rows) {
     size_t size = layer_.result_size();
-    Lanes own[ROWS][GROUPS];
-    const Lanes* lanes_of[ROWS];
+    Lanes own[AT_ONCE][GROUPS];
+    const Lanes* lanes_of[AT_ONCE];
     long from = std::numeric_limits<long>::max(), to = 0;
     for (int r = 0; r < rows; r++) {
       long token = row(first + r);
@@ -909,8 +866,8 @@ class Attended {
     int begin = 0, end = GROUPS;
     while (end > 0 && part_.token[end - 1] > to) end--;
     while (begin < end && part_.token[begin] + part_.tokens[begin] <= from) begin++;
-    float* results[ROWS];
-    for (int r = 0; r < ROWS; r++) {
+    float* results[AT_ONCE];
+    for (int r = 0; r < AT_ONCE; r++) {
       results[r] = partials_ + r * size;
       if (r >= rows) continue;
       long token = row(first + r), old = oldest(layer_.plan.positions()[token]);
@@ -931,8 +888,8 @@ class Attended {
     Queries<T> queries{queries_ + first * SLICE, padded_ * SLICE};
 #if defined(__AMX_BF16__)
     if constexpr (TILED) {
-      attend_tiles(heads_, queries, part_.keys, edges_, begin, end, lanes_of, rows, layer_.scale,
-                   layer_.softcap, work_, results);
+      attend_tiles(heads_, queries, groups(begin, end), first == 0, lanes_of, rows, layer_.scale,
+                   layer_.softcap, work_, results, registers_);
       for (int r = 0; r < rows && item_.piece >= 0; r++)
         std::copy_n(results[r], size, piece(part, first + r));
     } else
@@ -969,6 +926,7 @@ class Attended {
   int group_, count_;  // query heads of the key head; rows: queries times these heads
   float* pieces_;
   Workspace<T>& work_;
+  attention_tiles::Registers& registers_;
   gemm::Operand<T>* queries_ = nullptr;
   float *results_ = nullptr, *partials_ = nullptr;
   T* edges_ = nullptr;
@@ -996,8 +954,10 @@ void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, lo
   // All heads of an item one after another where there are many items.
   long heads = plan->items >= 16 * threads ? plan->kv_heads : 1, units = plan->kv_heads / heads;
   for_each_item(plan->items * units, [&](long index) {
+    const Item& item = plan->item_list()[index / units];
+    attention_tiles::Registers registers(item.count * layer.group(), head_size);
     for (long head = index % units * heads, end = head + heads; head < end; head++)
-      Attended<T, S>(layer, plan->item_list()[index / units], head, head + 1 < end, pieces, work).run();
+      Attended<T, S>(layer, item, head, head + 1 < end, pieces, work, registers).run();
   }, threads);
   for_each_item(plan->merges, [&](long index) {
     const Merge& merged = plan->merge_list()[index];

@@ -710,7 +710,7 @@ class Attended {
     slices_ = (heads_.depth + SLICE - 1) / SLICE;
     // Behind the last one, rows may be read that do not count.
     queries_ = work_.queries.get((slices_ * padded_ + AT_ONCE) * SLICE);
-    for (int i = 0; i < padded_; i++) take_query(i);
+    for (int i = 0; i < (TILED ? count_ : padded_); i++) take_query(i);
     size_t size = layer_.result_size();
     results_ = work_.results.get(count_ * size);
     for (int i = 0; i < count_; i++) clear(results_ + i * size, size);
@@ -952,10 +952,11 @@ void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, lo
   for_each_item(plan->tokens, [&](long token) { write_token(layer, token); }, threads);
   float* pieces = scratch.get(plan->pieces * plan->heads * layer.result_size() + 1);
   // All heads of an item one after another where there are many items.
-  long heads = plan->items >= 16 * threads ? plan->kv_heads : 1, units = plan->kv_heads / heads;
+  bool many = plan->items >= 16 * threads || (attention_tiles::AVAILABLE<T, S> && threads == 1);
+  long heads = many ? plan->kv_heads : 1, units = plan->kv_heads / heads;
   for_each_item(plan->items * units, [&](long index) {
     const Item& item = plan->item_list()[index / units];
-    attention_tiles::Registers registers(item.count * layer.group(), head_size);
+    attention_tiles::Registers registers(item.count * layer.group(), layer.heads.depth);
     for (long head = index % units * heads, end = head + heads; head < end; head++)
       Attended<T, S>(layer, item, head, head + 1 < end, pieces, work, registers).run();
   }, threads);

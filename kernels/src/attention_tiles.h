@@ -1,9 +1,10 @@
 // Products of tiles (Intel AMX) for attention with queries, keys and values of bf16.
 //
 // A group of keys is a sequence of tiles of 32 depths by 16 tokens, the last one as deep as what is
-// left of the head; a panel of values is a tile of 16 tokens by 16 elements. So a score is one chain
-// of sums over 32 depths each, and an element of a result one of sums over the tokens of a group
-// each, in order, whatever the number of rows.
+// left of the head. A panel of values is a tile of 16 tokens by 16 elements: two groups joined would
+// fill a tile, but copying them takes longer than that saves. So a score is one chain of sums over
+// 32 depths each, and an element of a result one of sums over 16 tokens each, in order, whatever the
+// number of rows.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +28,8 @@ class Registers {
   Registers(long, long) {}
 };
 #else
-// The registers. Sums are in 0 to 3. Rows are in 4 and keys in 5; 6 and 7 are for the same with fewer
-// depths: the last ones of a head, and the tokens of a group of values.
+// The registers. Sums are in 0 to 3, rows in 4 and keys in 5. 6 and 7 are for rows and the other
+// operand with fewer depths: the last ones of a head, or the tokens of a group of values.
 class Registers {
  public:
   Registers(long rows, long depth) : rows_((int)std::min<long>(rows, ROWS)), rest_(depth % DEPTH) {
@@ -126,16 +127,17 @@ INLINE void in_tiles(int rows, int columns, Multiply multiply) {
   if (c < columns) multiply(one, one, c);
 }
 
-// Ask memory for a tile of so many depths.
+// Ask for a tile of so many depths, in the first cache: a load of a tile waits for each line.
 INLINE void prefetch(const bf16* tile, int depth) {
-  for (int k = 0; k < depth; k += 2) __builtin_prefetch(tile + k * PANEL, 0, 2);
+  for (int k = 0; k < depth; k += 2) __builtin_prefetch(tile + k * PANEL, 0, 3);
 }
 
-// Write the scores of rows of queries with groups of keys. Queries are [slices][..][slice]. `ahead`:
-// groups that will be read soon; null: none.
-__attribute__((noinline)) inline void score(const bf16* queries, long slice, long slice_stride, int rows,
-                                            const bf16* const* keys, int groups, long depth,
-                                            const bf16* const* ahead, float* scores, long stride) {
+// Write the scores of rows of queries with groups of keys. Queries are [slices][rows][slice].
+// `ahead`: groups that will be read soon; null: none.
+__attribute__((noinline)) inline void score(const bf16* queries, long slice, long slice_stride,
+                                            int rows, const bf16* const* keys, int groups,
+                                            long depth, const bf16* const* ahead, float* scores,
+                                            long stride) {
   in_tiles(rows, groups, [&](auto r, auto n, int g) {
     auto x = [&](long k) { return queries + k / slice * slice_stride + k % slice; };
     sum<r, n>(scores + g * PANEL, stride, [&] {
@@ -153,7 +155,8 @@ __attribute__((noinline)) inline void score(const bf16* queries, long slice, lon
 // Write the sums of values of groups by the weights of rows.
 __attribute__((noinline)) inline void sum_values(const bf16* weights, long weights_stride, int rows,
                                                  const bf16* const* values, int groups, int panels,
-                                                 const bf16* const* ahead, float* sums, long stride) {
+                                                 const bf16* const* ahead, float* sums,
+                                                 long stride) {
   in_tiles(rows, panels, [&](auto r, auto n, int panel) {
     sum<r, n>(sums + panel * PANEL, stride, [&] {
       for (int g = 0; g < groups; g++)

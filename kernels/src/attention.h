@@ -19,6 +19,7 @@
 #include <limits>
 #include <vector>
 
+#include "attention_tiles.h"
 #include "gemm.h"
 #include "kv_codes.h"
 
@@ -39,6 +40,11 @@ constexpr int MAX_ROWS = 6, SUMS = 12;
 #else
 constexpr int MAX_ROWS = 2, SUMS = 8;
 #endif
+
+// Rows that are attended together.
+template <class T, class S>
+constexpr int ROWS = attention_tiles::AVAILABLE<T, S> ? attention_tiles::MAX_ROWS : MAX_ROWS;
+constexpr int MOST_ROWS = std::max(ROWS<bf16, bf16>, MAX_ROWS);
 
 // Queries that are attended together over parts of one block table.
 struct Item {
@@ -482,12 +488,25 @@ template <class T>
 struct Workspace {
   Scratch<gemm::Operand<T>> queries;
   Scratch<float> results;
-  alignas(64) float scores[MAX_ROWS * PART];
-  alignas(64) gemm::Operand<T> weights[MAX_ROWS * PART];
+  alignas(64) float scores[MOST_ROWS * PART];
+  alignas(64) gemm::Operand<T> weights[MOST_ROWS * PART];
   Scratch<float> rotated;
   Scratch<T> edges;
   Scratch<float> partials;
 };
+
+// Turn the scores of rows into weights.
+template <bool CODED, class T>
+INLINE void weigh_rows(const Heads<T>& heads, const Lanes* const* lanes, int rows, int groups,
+                       float scale, float softcap, const float* const* factors, Workspace<T>& work,
+                       float* const* results) {
+  for (int r = 0; r < rows; r++) {
+    float *scores = work.scores + r * PART, *limits = results[r] + heads.panels * PANEL;
+    if (softcap != 0.0f) cap_scores(scores, groups, scale, softcap);
+    weigh<T, CODED>(scores, lanes[r], groups, softcap != 0.0f ? 1.0f : scale, factors,
+                    work.weights + r * PART, limits, limits + 1);
+  }
+}
 
 // A part of a sequence's keys and values of one head.
 template <class S>
@@ -591,12 +610,7 @@ __attribute__((noinline)) void attend_rows(const Heads<T>& heads, const Queries<
   if constexpr (CODED<T, S>)
     for (g = 0; g < count; g++)
       factors[g] = kv_codes::scales(at[count + g], heads.panels * PANEL * PANEL);
-  for (int r = 0; r < rows; r++) {
-    float* limits = results[r] + heads.panels * PANEL;
-    if (softcap != 0.0f) cap_scores(scores + r * PART, count, scale, softcap);
-    weigh<T, CODED<T, S>>(scores + r * PART, lanes[r], count, softcap != 0.0f ? 1.0f : scale,
-                          factors, work.weights + r * PART, limits, limits + 1);
-  }
+  weigh_rows<CODED<T, S>>(heads, lanes, rows, count, scale, softcap, factors, work, results);
   const gemm::Operand<T>* weights = work.weights;
   at += count;
   long panel = 0;
@@ -629,6 +643,24 @@ void attend_tile(const Heads<T>& heads, const Queries<T>& q, const Groups<S>& gr
   }
 }
 
+#if defined(__AMX_BF16__)
+// As `attend_rows` by products of tiles. Results follow each other.
+inline void attend_tiles(const Heads<bf16>& heads, const Queries<bf16>& q,
+                         const Groups<bf16>& groups, bool prefetches, const Lanes* const* lanes,
+                         int rows, float scale, float softcap, Workspace<bf16>& work,
+                         float* const* results, attention_tiles::Registers& registers) {
+  const bf16 *const *keys = groups.at, *const *values = keys + groups.count;
+  registers.use_for_keys();
+  attention_tiles::score(q.at, SLICE, q.slice, rows, keys, groups.count, heads.depth,
+                         prefetches ? keys + AHEAD : nullptr, work.scores, PART);
+  weigh_rows<false>(heads, lanes, rows, groups.count, scale, softcap, nullptr, work, results);
+  registers.use_for_values();
+  attention_tiles::sum_values(work.weights, PART, rows, values, groups.count, (int)heads.panels,
+                              prefetches ? values + AHEAD : nullptr, results[0],
+                              heads.panels * PANEL + PANEL);
+}
+#endif
+
 // Copy a group of values of a head; tokens outside of `lanes` become 0.
 template <class T>
 void copy_visible(const Heads<T>& heads, const T* from, Lanes lanes, T* to) {
@@ -660,7 +692,7 @@ template <class T, class S>
 class Attended {
  public:
   Attended(const Layer<T, S>& layer, const Item& item, long kv_head, bool more, float* pieces,
-           Workspace<T>& work)
+           Workspace<T>& work, attention_tiles::Registers& registers)
       : layer_(layer),
         heads_(layer.heads),
         layout_(layer.layout),
@@ -670,18 +702,19 @@ class Attended {
         group_((int)layer.group()),
         count_(item.count * group_),
         pieces_(pieces),
-        work_(work) {}
+        work_(work),
+        registers_(registers) {}
 
   void run() {
-    padded_ = (count_ + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
+    padded_ = (count_ + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     slices_ = (heads_.depth + SLICE - 1) / SLICE;
     // Behind the last one, rows may be read that do not count.
-    queries_ = work_.queries.get((slices_ * padded_ + MAX_ROWS) * SLICE);
-    for (int i = 0; i < padded_; i++) take_query(i);
+    queries_ = work_.queries.get((slices_ * padded_ + AT_ONCE) * SLICE);
+    for (int i = 0; i < (TILED ? count_ : padded_); i++) take_query(i);
     size_t size = layer_.result_size();
     results_ = work_.results.get(count_ * size);
     for (int i = 0; i < count_; i++) clear(results_ + i * size, size);
-    partials_ = work_.partials.get(MAX_ROWS * size);
+    partials_ = work_.partials.get(AT_ONCE * size);
     if (!CODED<T, S>) edges_ = work_.edges.get(GROUPS * heads_.value_size);
     for (long part = item_.from; part < item_.to; part++) attend_part(part);
     if (item_.piece >= 0) return;
@@ -690,6 +723,9 @@ class Attended {
   }
 
  private:
+  static constexpr int AT_ONCE = ROWS<T, S>;
+  static constexpr bool TILED = attention_tiles::AVAILABLE<T, S>;
+
   long row(int i) const { return layer_.plan.row_list()[item_.first + i / group_]; }
 
   void take_query(int i) {
@@ -813,14 +849,14 @@ class Attended {
   }
 
   void attend_rows_of(long part, int begin, int end) {
-    for (; begin < end; begin += MAX_ROWS)
-      attend_rows_at(part, begin, std::min(MAX_ROWS, end - begin));
+    for (; begin < end; begin += AT_ONCE)
+      attend_rows_at(part, begin, std::min(AT_ONCE, end - begin));
   }
 
   void attend_rows_at(long part, int first, int rows) {
     size_t size = layer_.result_size();
-    Lanes own[MAX_ROWS][GROUPS];
-    const Lanes* lanes_of[MAX_ROWS];
+    Lanes own[AT_ONCE][GROUPS];
+    const Lanes* lanes_of[AT_ONCE];
     long from = std::numeric_limits<long>::max(), to = 0;
     for (int r = 0; r < rows; r++) {
       long token = row(first + r);
@@ -830,8 +866,8 @@ class Attended {
     int begin = 0, end = GROUPS;
     while (end > 0 && part_.token[end - 1] > to) end--;
     while (begin < end && part_.token[begin] + part_.tokens[begin] <= from) begin++;
-    float* results[MAX_ROWS];
-    for (int r = 0; r < MAX_ROWS; r++) {
+    float* results[AT_ONCE];
+    for (int r = 0; r < AT_ONCE; r++) {
       results[r] = partials_ + r * size;
       if (r >= rows) continue;
       long token = row(first + r), old = oldest(layer_.plan.positions()[token]);
@@ -842,16 +878,24 @@ class Attended {
         for (int g = begin; g < end; g++) own[r][g] = lanes(g, old, seen);
         lanes_of[r] = own[r] + begin;
       }
-      if (item_.piece >= 0) results[r] = piece(part, first + r);
+      if (item_.piece >= 0 && !TILED) results[r] = piece(part, first + r);
     }
     if (begin == end) {
       if (item_.piece >= 0)
-        for (int r = 0; r < rows; r++) clear(results[r], size);
+        for (int r = 0; r < rows; r++) clear(piece(part, first + r), size);
       return;
     }
     Queries<T> queries{queries_ + first * SLICE, padded_ * SLICE};
-    attend_tile(heads_, queries, groups(begin, end), lanes_of, rows,
-                   layer_.scale, layer_.softcap, work_, results);
+#if defined(__AMX_BF16__)
+    if constexpr (TILED) {
+      attend_tiles(heads_, queries, groups(begin, end), first == 0, lanes_of, rows, layer_.scale,
+                   layer_.softcap, work_, results, registers_);
+      for (int r = 0; r < rows && item_.piece >= 0; r++)
+        std::copy_n(results[r], size, piece(part, first + r));
+    } else
+#endif
+      attend_tile(heads_, queries, groups(begin, end), lanes_of, rows, layer_.scale, layer_.softcap,
+                  work_, results);
     if (item_.piece < 0)
       for (int r = 0; r < rows; r++) merge(results_ + (first + r) * size, results[r], size);
   }
@@ -882,6 +926,7 @@ class Attended {
   int group_, count_;  // query heads of the key head; rows: queries times these heads
   float* pieces_;
   Workspace<T>& work_;
+  attention_tiles::Registers& registers_;
   gemm::Operand<T>* queries_ = nullptr;
   float *results_ = nullptr, *partials_ = nullptr;
   T* edges_ = nullptr;
@@ -907,10 +952,13 @@ void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, lo
   for_each_item(plan->tokens, [&](long token) { write_token(layer, token); }, threads);
   float* pieces = scratch.get(plan->pieces * plan->heads * layer.result_size() + 1);
   // All heads of an item one after another where there are many items.
-  long heads = plan->items >= 16 * threads ? plan->kv_heads : 1, units = plan->kv_heads / heads;
+  bool many = plan->items >= 16 * threads || (attention_tiles::AVAILABLE<T, S> && threads == 1);
+  long heads = many ? plan->kv_heads : 1, units = plan->kv_heads / heads;
   for_each_item(plan->items * units, [&](long index) {
+    const Item& item = plan->item_list()[index / units];
+    attention_tiles::Registers registers(item.count * layer.group(), layer.heads.depth);
     for (long head = index % units * heads, end = head + heads; head < end; head++)
-      Attended<T, S>(layer, plan->item_list()[index / units], head, head + 1 < end, pieces, work).run();
+      Attended<T, S>(layer, item, head, head + 1 < end, pieces, work, registers).run();
   }, threads);
   for_each_item(plan->merges, [&](long index) {
     const Merge& merged = plan->merge_list()[index];

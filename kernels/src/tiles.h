@@ -22,6 +22,24 @@ constexpr int ROWS = 16, DEPTH = 32;  // of a tile
 constexpr int PAIR = 2, FEW = 6;      // panels at once: with two tiles of rows, and with one
 
 #if defined(__AMX_BF16__)
+// The rows of each register, and the bytes of a row.
+class alignas(64) Layout {
+ public:
+  void set(int i, int rows, int bytes) {
+    rows_[i] = (uint8_t)rows;
+    bytes_[i] = (uint16_t)bytes;
+  }
+  void use() const {
+    asm volatile("" : : "r"(this) : "memory");  // GCC takes only 8 bytes of it to be read
+    _tile_loadconfig(this);
+  }
+
+ private:
+  uint8_t palette_ = 1, start_row_ = 0, reserved_[14] = {};
+  uint16_t bytes_[16] = {};
+  uint8_t rows_[16] = {};
+};
+
 // The registers. With one tile of rows, sums are in 0 to 5, the rows in 6 and weights in 7; with two
 // of two panels, sums in 0 to 3, rows in 4 and 5, weights in 6 and 7.
 class Registers {
@@ -39,19 +57,12 @@ class Registers {
     for (int i = 0; i < 8; i++) {
       bool is_second = second && (i == 2 || i == 3 || i == 5);
       bool is_weights = i == 7 || (second && i == 6);
-      layout.rows[i] = is_weights ? ROWS : is_second ? second : first;
-      layout.bytes[i] = 64;
+      layout.set(i, is_weights ? ROWS : is_second ? second : first, 64);
     }
-    asm volatile("" : : "r"(&layout) : "memory");  // GCC takes only 8 bytes of it to be read
-    _tile_loadconfig(&layout);
+    layout.use();
   }
 
  private:
-  struct alignas(64) Layout {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  };
   int first_ = -1, second_ = -1;
 };
 

@@ -386,6 +386,21 @@ def test_each_of_up_to_16_rows_has_the_bits_of_the_row_alone(
             assert torch.equal(runner.step([(sequence, count)])[0], alone[:count]), (group, limit)
 
 
+@pytest.mark.parametrize("head_size", [17, 40, 64, 80, 160])
+def test_rows_of_any_head_size_have_the_bits_that_they_have_in_a_prefill(
+    library, head_size
+) -> None:
+    """3 to 48 rows of a key head: tiles of fewer rows and of fewer depths than there are."""
+    settings = KVSpec(6, 2, head_size, head_size**-0.5), torch.bfloat16, 16, 0
+    sequence = random_sequence(settings[0], BEFORE + 16, torch.bfloat16, seed=head_size)
+    whole = Runner(*settings).step([(sequence, BEFORE + 16)])[0][BEFORE:]
+    runner, sequence.done, sequence.blocks = Runner(*settings), 0, []
+    runner.step([(sequence, BEFORE)])
+    for count in (1, 2, 5, 6, 10, 11, 16):
+        sequence.done = BEFORE
+        assert torch.equal(runner.step([(sequence, count)])[0], whole[:count])
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("group", [1, 3, 5])

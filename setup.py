@@ -35,14 +35,14 @@ PATHS = {
     "avx2": AVX2,
     "avx512": [*AVX512, "-mprefer-vector-width=512"],
     "avx512_bf16": AVX512_BF16,
-    "amx_bf16": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
+    "amx_bf16": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 # The flags of /proc/cpuinfo that each needs beyond those of the one before it.
 PROCESSOR_FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     "avx512_bf16": {"avx512_bf16", "avx512vbmi"},
-    "amx_bf16": {"amx_tile", "amx_bf16"},
+    "amx_bf16": {"amx_tile", "amx_bf16", "amx_int8"},
 }
 VARIABLE = "HARDPOINT_BUILD_KERNELS"
 # Errors of mathematical functions are not reported, so that square roots are one instruction. What

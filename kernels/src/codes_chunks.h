@@ -91,17 +91,17 @@ class Reader {
   long inner_stride_, outer_stride_;
 };
 
-// Read the steps after those of the chunk; return whether there are any.
+// Read the steps after those of the chunk, `most` units of them; return whether there are any.
 template <int P>
 bool read_next(const Segment& segment, long padded, const Reader& scales, const Reader& offsets,
-               Chunk& chunk) {
+               Chunk& chunk, long most = CHUNK_UNITS) {
   chunk.first_unit += chunk.units;
   chunk.first_step += chunk.steps;
   chunk.units = chunk.steps = 0;
   while (true) {
     Walk next = chunk.walk;
     long length = next.next(segment, padded) / UNIT, at = chunk.steps * P * PANEL;
-    if (length == 0 || chunk.units + length > CHUNK_UNITS) return chunk.steps > 0;
+    if (length == 0 || chunk.units + length > most) return chunk.steps > 0;
     scales.read<P>(chunk.walk, chunk.scales + at);
     if (chunk.has_offsets) offsets.read<P>(chunk.walk, chunk.offsets + at);
     chunk.lengths[chunk.steps++] = (uint8_t)length;
@@ -109,6 +109,39 @@ bool read_next(const Segment& segment, long padded, const Reader& scales, const 
     chunk.walk = next;
   }
 }
+
+// Call `work` with the codes of some panels, from unit `unit` on.
+template <class Work>
+void with_packed(const Panels& panels, long unit, Work work) {
+  const Segment& segment = panels.segment;
+  long bytes = segment.bits * 64, stride = panels.strip.width * bytes;
+  const uint8_t* at = panels.at(segment.codes, panels.matrix.padded() / BLOCK, bytes) +
+                      unit * UNIT / BLOCK * stride;
+  auto run = [&](auto bits) {
+    constexpr int BITS = decltype(bits)::value;
+    if constexpr (!PERMUTES && BITS < 8)
+      if (!segment.is_affine) return work(Packed<BITS, true>{at, stride, segment.values});
+    work(Packed<BITS, PERMUTES>{at, stride, segment.values});
+  };
+  switch (segment.bits) {
+    case 4: return run(std::integral_constant<int, 4>{});
+    case 5: return run(std::integral_constant<int, 5>{});
+    case 6: return run(std::integral_constant<int, 6>{});
+    default: return run(std::integral_constant<int, 8>{});
+  }
+}
+
+// Rows of x, and their sums over the steps.
+template <class X>
+struct Rows {
+  const X* x;
+  const float* sums;
+  long stride, sums_stride;
+
+  Rows from(long row) const {
+    return {x + row * stride, sums + row * sums_stride, stride, sums_stride};
+  }
+};
 
 // y, and what is added to it. T: the type of x and bias.
 template <class T, class Y>

@@ -40,7 +40,8 @@ constexpr int largest_integer(long bits, bool words) {
 // the even and the odd ones, or as they are.
 constexpr int ORDERS[3][8] = {
     {0, 4, 1, 5, 2, 6, 3, 7}, {0, 2, 1, 3, 4, 6, 5, 7}, {0, 1, 2, 3, 4, 5, 6, 7}};
-constexpr const int (&order_of(long bits, bool words))[8] {
+constexpr const int (&order_of(long bits, bool words, bool by_tiles))[8] {
+  if (by_tiles) return ORDERS[bits == 8 ? 2 : 0];
   return ORDERS[bits == 8 ? 1 : words ? 2 : 0];
 }
 
@@ -182,33 +183,78 @@ struct Rows {
   }
 };
 
-// Round a block of x for codes of some bits; what is beyond `count` is 0.
-template <class T>
-void quantize_block(const T* x, long count, long bits, bool words, int8_t* to, float* scale,
-                    float* sums, int sums_stride) {
-  float values[BLOCK] = {}, largest = 0, special = 0;
-  for (long k = 0; k < count; k++) values[k] = to_float(x[k]);
-  for (int k = 0; k < BLOCK; k++) {
-    largest = std::max(largest, std::abs(values[k]));
-    special += values[k] * 0.0f;  // NaN if a value is not finite
+// whole = the whole numbers next to values * factor; the product is exact before it is rounded.
+INLINE void round_block(const float* values, float factor, int limit, int* whole) {
+#if defined(__AVX512F__)
+  __m256i most = _mm256_set1_epi32(limit), least = _mm256_set1_epi32(-limit);
+  for (int k = 0; k < BLOCK; k += 8) {
+    __m512d exact = _mm512_cvtps_pd(_mm256_loadu_ps(values + k)) * _mm512_set1_pd(factor);
+    __m256i rounded = _mm512_cvtpd_epi32(exact);
+    rounded = _mm256_max_epi32(_mm256_min_epi32(rounded, most), least);
+    _mm256_storeu_si256((__m256i*)(whole + k), rounded);
   }
+#else
+  constexpr double MAGIC = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to a whole number
+  for (int k = 0; k < BLOCK; k++) {
+    double rounded = (double)values[k] * factor + MAGIC;
+    int64_t number;
+    memcpy(&number, &rounded, sizeof number);
+    whole[k] = std::clamp((int)number, -limit, limit);  // the lower half is the number
+  }
+#endif
+}
+
+// Write a block of integers as bytes, as words, or, by_tiles, as lower bytes and upper ones of words.
+INLINE void write_block(const int* whole, const int (&order)[8], bool words, bool by_tiles,
+                        int8_t* to) {
+#if defined(__AVX512F__)
+  __m256i first = _mm256_loadu_si256((const __m256i*)order);
+  __m256i second = _mm256_add_epi32(first, _mm256_set1_epi32(8));
+  __m512i from = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  for (int k = 0; k < BLOCK; k += LANES) {
+    __m512i part = _mm512_permutexvar_epi32(from, _mm512_loadu_si512(whole + k));
+    if (words && !by_tiles) {
+      _mm256_storeu_si256((__m256i*)((int16_t*)to + k), _mm512_cvtepi32_epi16(part));
+      continue;
+    }
+    _mm_storeu_si128((__m128i*)(to + k), _mm512_cvtepi32_epi8(part));
+    if (!words) continue;
+    part = _mm512_srai_epi32(part, 8);
+    _mm_storeu_si128((__m128i*)(to + BLOCK + k), _mm512_cvtepi32_epi8(part));
+  }
+#else
+  for (int k = 0; k < BLOCK; k++) {
+    int from = whole[k / 8 * 8 + order[k % 8]];
+    words ? (void)(((int16_t*)to)[k] = (int16_t)from) : (void)(to[k] = (int8_t)from);
+  }
+#endif
+}
+
+// Round a block of x for codes of some bits; what is beyond `count` is 0. by_tiles: words are written
+// as their lower bytes, then the upper ones.
+template <class T>
+void quantize_block(const T* x, long count, long bits, bool words, bool by_tiles, int8_t* to,
+                    float* scale, float* sums, int sums_stride) {
+  float values[BLOCK] = {};
+  if (count == BLOCK)
+    for (int k = 0; k < BLOCK; k += LANES) store(values + k, load(x + k));
+  else
+    for (long k = 0; k < count; k++) values[k] = to_float(x[k]);
+  Floats sizes{}, zeros{};
+  for (int k = 0; k < BLOCK; k += LANES) {
+    Floats value = load(values + k);
+    sizes = maximum(sizes, choose(value < 0.0f, -value, value));
+    zeros += value * 0.0f;
+  }
+  float largest = max_lanes(sizes), special = sum_lanes(zeros);  // NaN if a value is not finite
   bool is_zero = largest < 0x1p-100f;  // the quotient would be infinite
   const int limit = largest_integer(bits, words);
   float factor = is_zero ? 0.0f : (float)limit / largest;
   float unit = (is_zero ? 0.0f : largest / (float)limit) + special;
   *scale = bits == 8 ? unit / UPPER : unit;
   int whole[BLOCK];
-  constexpr double MAGIC = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to a whole number
-  for (int k = 0; k < BLOCK; k++) {
-    double rounded = (double)values[k] * factor + MAGIC;  // the product is exact
-    int64_t number;
-    memcpy(&number, &rounded, sizeof number);
-    whole[k] = std::clamp((int)number, -limit, limit);  // the lower half is the number
-  }
-  for (int k = 0; k < BLOCK; k++) {
-    int from = whole[k / 8 * 8 + order_of(bits, words)[k % 8]];
-    words ? (void)(((int16_t*)to)[k] = (int16_t)from) : (void)(to[k] = (int8_t)from);
-  }
+  round_block(values, factor, limit, whole);
+  write_block(whole, order_of(bits, words, by_tiles), words, by_tiles, to);
   for (int half = 0; half < BLOCK / UNIT; half++) {
     int sum = 0;
     for (int k = 0; k < UNIT; k++) sum += whole[half * UNIT + k];
@@ -219,10 +265,11 @@ void quantize_block(const T* x, long count, long bits, bool words, int8_t* to, f
 // Rows that are rounded, in memory of the thread.
 class Quantized {
  public:
-  // Get rows that the thread may have got already in this call of `linear`.
+  // Get rows that the thread may have got already in this call of `linear`. by_tiles: as many lie side
+  // by side as a tile has.
   template <class T>
   Rows get(const T* x, long x_stride, int rows, long depth, long padded, long bits, bool words,
-           long call, long block) {
+           bool by_tiles, long call, long block) {
     long blocks = padded / BLOCK;
     long bytes = x_bytes(words);
     int limit = largest_integer(bits, words);
@@ -232,11 +279,11 @@ class Quantized {
     if (call != call_ || block != block_ || limit != limit_) {
       call_ = call, block_ = block, limit_ = limit;
       for (int first = 0, size; first < rows; first += size) {
-        size = group_size(rows - first);
+        size = by_tiles ? std::min(rows - first, ::tiles::ROWS) : group_size(rows - first);
         for (long i = 0; i < size * blocks; i++) {
           long r = i % size, b = i / size, at = first * blocks + i;
           quantize_block(x + (first + r) * x_stride + b * BLOCK, std::min(BLOCK, depth - b * BLOCK),
-                         bits, words, to + at * bytes, scales + at,
+                         bits, words, by_tiles, to + at * bytes, scales + at,
                          sums + (first * blocks + b * size) * 2 + r, size);
         }
       }
@@ -388,76 +435,6 @@ void tiles(const uint8_t* at, long stride, const Chunk& chunk, Rows rows, int co
     // The first rows wait for memory.
     run(at, stride, chunk, rows.from(row, WORDS), y + row * P * PANEL, row == 0 ? AHEAD : 0);
     row += size;
-  }
-}
-
-// Return whether codes are integers, but for a constant.
-inline bool serves(const Segment& segment) { return segment.is_affine; }
-
-// Values are codes plus a constant, which becomes part of the offsets.
-template <int P>
-void add_constant(Chunk& chunk, float constant, bool had_offsets) {
-  for (long i = 0; i < chunk.steps * P * PANEL; i++)
-    chunk.offsets[i] = (had_offsets ? chunk.offsets[i] : 0.0f) + chunk.scales[i] * constant;
-}
-
-// Multiply `count` rows with P panels: y [count][P * PANEL].
-template <int P>
-void multiply_panels(const Panels& panels, Rows rows, int count, bool words, float* y) {
-  const Segment& segment = panels.segment;
-  long padded = panels.matrix.padded(), bytes = segment.bits * 64;
-  long stride = panels.strip.width * bytes;
-  const uint8_t* at = panels.at(segment.codes, padded / BLOCK, bytes);
-  Reader scales(panels, segment.scales), offsets(panels, segment.offsets);
-  Chunk chunk;
-  bool has_offsets = chunk.has_offsets = segment.offsets.storage != NONE;
-  float constant = segment.bits == 8 ? 0.0f : to_float(segment.values[0]);
-  std::fill(y, y + count * P * PANEL, 0.0f);
-  auto run = [&](auto bits, auto halves) {
-    constexpr int BITS = decltype(bits)::value;
-    constexpr bool HALVES = decltype(halves)::value;
-    const uint8_t* from = at + chunk.first_unit * UNIT / BLOCK * stride;
-    auto tiles_of = words ? tiles<BITS, true, HALVES, P> : tiles<BITS, BITS == 8, HALVES, P>;
-    tiles_of(from, stride, chunk, rows, count, y);
-  };
-  auto run_bits = [&](auto bits) {
-    if (segment.group == UNIT) return run(bits, std::true_type{});
-    run(bits, std::false_type{});
-  };
-  while (true) {
-    chunk.has_offsets = has_offsets;
-    if (!read_next<P>(segment, padded, scales, offsets, chunk)) return;
-    if (constant != 0.0f) {
-      add_constant<P>(chunk, constant, has_offsets);
-      chunk.has_offsets = true;
-    }
-    switch (segment.bits) {
-      case 4: run_bits(std::integral_constant<int, 4>{}); break;
-      case 5: run_bits(std::integral_constant<int, 5>{}); break;
-      case 6: run_bits(std::integral_constant<int, 6>{}); break;
-      default: run_bits(std::integral_constant<int, 8>{}); break;
-    }
-  }
-}
-
-// Multiply some rows with all panels of a strip, and write the products.
-template <class T, class Y>
-void multiply_strip(const Matrix& matrix, const Segment& segment, long first, long width, Rows rows,
-                    long row, int count, bool words, long column, const Output<T, Y>& output) {
-  alignas(64) float sums[gemm::MAX_ROWS * PANEL];
-  for (long panel = first; panel < first + width;) {
-    Panels panels(matrix, segment, panel);
-    long from = panel * PANEL, left = segment.rows - from;
-    if (count == 1 && first + width - panel >= ROW_PANELS) {
-      multiply_panels<ROW_PANELS>(panels, rows, count, words, sums);
-      output.template write<ROW_PANELS>(sums, row, count, column + from,
-                                        std::min<long>(left, ROW_PANELS * PANEL));
-      panel += ROW_PANELS;
-    } else {
-      multiply_panels<1>(panels, rows, count, words, sums);
-      output.template write<1>(sums, row, count, column + from, std::min<long>(left, PANEL));
-      panel++;
-    }
   }
 }
 

@@ -2,7 +2,8 @@
 //
 // A step's products are summed from 0, in order; the sum is then scaled and added to the element of
 // y, and so is the sum of x over the step, times the offset. That too is one order whatever the
-// number of rows, threads and blocks.
+// number of rows, threads and blocks. Processors that have tiles sum the products of a step in the
+// order of those (`codes_tiles.h`).
 //
 // Codes are unpacked in registers wherever that costs little beside reading or multiplying them.
 // Else they are unpacked into memory that stays in cache, a few panels at a time: as bf16 while the
@@ -10,7 +11,8 @@
 #pragma once
 
 #include "codes_chunks.h"
-#include "codes_integers.h"
+#include "codes_rounded.h"
+#include "codes_tiles.h"
 
 namespace codes {
 
@@ -20,18 +22,6 @@ inline bool unpacks(const Segment& segment, int rows) {
   if (PERMUTES) return segment.bits > 4 && rows >= 2 * gemm::TILE_ROWS;
   return rows > 2 || !segment.is_affine;
 }
-
-// Rows of x, and their sums over the steps.
-template <class X>
-struct Rows {
-  const X* x;
-  const float* sums;
-  long stride, sums_stride;
-
-  Rows from(long row) const {
-    return {x + row * stride, sums + row * sums_stride, stride, sums_stride};
-  }
-};
 
 // Add the products of R rows with the steps of a chunk to y [R][P * PANEL].
 template <int R, int P, class Source, class X>
@@ -72,27 +62,6 @@ __attribute__((noinline)) void tile(Source source, const Chunk& chunk, const Row
           store(at, load(at) + load(scales + v * LANES) * sums[r][v]);
         }
     }
-  }
-}
-
-// Call `work` with the codes of some panels, from unit `unit` on.
-template <class Work>
-void with_packed(const Panels& panels, long unit, Work work) {
-  const Segment& segment = panels.segment;
-  long bytes = segment.bits * 64, stride = panels.strip.width * bytes;
-  const uint8_t* at = panels.at(segment.codes, panels.matrix.padded() / BLOCK, bytes) +
-                      unit * UNIT / BLOCK * stride;
-  auto run = [&](auto bits) {
-    constexpr int BITS = decltype(bits)::value;
-    if constexpr (!PERMUTES && BITS < 8)
-      if (!segment.is_affine) return work(Packed<BITS, true>{at, stride, segment.values});
-    work(Packed<BITS, PERMUTES>{at, stride, segment.values});
-  };
-  switch (segment.bits) {
-    case 4: return run(std::integral_constant<int, 4>{});
-    case 5: return run(std::integral_constant<int, 5>{});
-    case 6: return run(std::integral_constant<int, 6>{});
-    default: return run(std::integral_constant<int, 8>{});
   }
 }
 
@@ -188,16 +157,23 @@ template <int P, bool DIRECT, class T, class Y>
 void multiply_strip(const Matrix& matrix, const Segment& segment, long first, long width,
                     Rows<Operand<T>> rows, long row, int count, long column,
                     const Output<T, Y>& output) {
-  alignas(64) float sums[MAX_ROWS * P * PANEL];
+  alignas(64) float sums[ROWS_AT_ONCE<T> * P * PANEL];
+  auto multiply = [&](const Panels& panels, auto number) {
+    constexpr int N = decltype(number)::value;
+    if constexpr (HAS_TILES<T>)
+      multiply_panels<N>(panels, rows, count, sums);
+    else
+      multiply_panels<N, DIRECT>(panels, rows, count, sums);
+  };
   for (long panel = first; panel < first + width;) {
     Panels panels(matrix, segment, panel);
     long from = panel * PANEL, left = segment.rows - from;
     if (first + width - panel >= P) {
-      multiply_panels<P, DIRECT>(panels, rows, count, sums);
+      multiply(panels, std::integral_constant<int, P>{});
       output.template write<P>(sums, row, count, column + from, std::min<long>(left, P * PANEL));
       panel += P;
     } else {
-      multiply_panels<1, DIRECT>(panels, rows, count, sums);
+      multiply(panels, std::integral_constant<int, 1>{});
       output.template write<1>(sums, row, count, column + from, std::min<long>(left, PANEL));
       panel++;
     }
@@ -217,12 +193,15 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
   long call = ++calls, padded = matrix.padded(), strips = 0;
   for (long i = 0; i < matrix.count; i++)
     strips += (matrix.segment(i).panels() + STRIP - 1) / STRIP;
-  long row_blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+  constexpr long MOST = ROWS_AT_ONCE<T>, UNIT_ROWS = HAS_TILES<T> ? ::tiles::ROWS : MOST;
+  long row_blocks = (rows + MOST - 1) / MOST;
+  // Blocks of about the same size: each unpacks all codes.
+  long at_once = (rows + row_blocks * UNIT_ROWS - 1) / (row_blocks * UNIT_ROWS) * UNIT_ROWS;
   long per_item = std::clamp<long>(strips / (4 * omp_get_max_threads()), 1, 8);
   long items = (strips + per_item - 1) / per_item;
   auto multiply_item = [&](long index) {
-    long row = index / items * MAX_ROWS, first = index % items * per_item, column = 0;
-    int count = (int)std::min<long>(MAX_ROWS, rows - row);
+    long row = index / items * at_once, first = index % items * per_item, column = 0;
+    int count = (int)std::min<long>(at_once, rows - row);
     for (long i = 0; i < matrix.count; i++) {
       const Segment& segment = matrix.segment(i);
       long own = (segment.panels() + STRIP - 1) / STRIP;
@@ -231,7 +210,8 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
         if (ROUNDING != integers::NONE && integers::serves(segment)) {
           bool words = ROUNDING == integers::TO_WORDS || segment.bits == 8;
           auto part = quantized.get(x + row * x_stride, x_stride, count, depth, padded,
-                                    segment.bits, words, call, row);
+                                    segment.bits, words, count >= integers::LEAST_TILE_ROWS, call,
+                                    row);
           integers::multiply_strip(matrix, segment, panel, width, part, row, count, words, column,
                                    output);
           continue;
@@ -239,8 +219,9 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
         operands.get(x + row * x_stride, x_stride, count, depth, padded, call);
         sums.get(operands.at, operands.stride, count, segment, padded, call, row);
         Rows<Operand<T>> part{operands.at, sums.at, operands.stride, sums.stride};
-        auto run = unpacks(segment, count) ? multiply_strip<TILE_PANELS, false, T, Y>
-                                          : multiply_strip<DIRECT_PANELS, true, T, Y>;
+        auto run = multiply_strip<DIRECT_PANELS, true, T, Y>;
+        if constexpr (!HAS_TILES<T>)
+          if (unpacks(segment, count)) run = multiply_strip<TILE_PANELS, false, T, Y>;
         run(matrix, segment, panel, width, part, row, count, column, output);
       }
       column += segment.rows;

@@ -119,7 +119,7 @@ INLINE void read_pairs(const uint8_t* from, Words& first, Words& second) {
 #endif
 
 // Codes of panels in packed memory. TABLE: their values are looked up, else they are the codes plus
-// a constant.
+// a constant, which has to be a whole number where values can be looked up.
 template <int BITS, bool TABLE>
 struct Packed {
   static constexpr long BYTES = BITS * 64;  // of a block of a panel
@@ -180,6 +180,26 @@ struct Packed {
       even = load_bytes(from);
       odd = load_bytes(from + PANEL);
     } else if constexpr (PERMUTES) {
+#if defined(__AVX512F__)
+      if constexpr (BITS < 6) {  // permutations of 32 bits look at the lower code of a pair alone
+        __m512i words = (__m512i)indices(unit, v, p);
+        __m512 table = (__m512)load(values);
+        if (BITS == 4)
+          even = (Floats)_mm512_permutexvar_ps(words, table);
+        else
+          even = (Floats)_mm512_permutex2var_ps(table, words, (__m512)load(values + 16));
+        odd = (Floats)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, words, _mm512_loadu_si512(values));
+        return;
+      }
+#endif
+      if constexpr (!TABLE) {  // codes in the lower digits of 2^23, and in those of 128
+        Words words = indices(unit, v, p);
+        even = (Floats)merge((1 << BITS) - 1, words, splat(0x4b000000u)) -
+               (8388608.0f - to_float(values[0]));
+        odd = (Floats)merge(((1 << BITS) - 1) << 16, words, splat(0x43000000u)) -
+              (128.0f - to_float(values[0]));
+        return;
+      }
       Words words = pair(unit, v, p);
       even = lower(words);
       odd = upper(words);

@@ -79,7 +79,8 @@ int hp_supports(const char* path) {
 #if defined(__linux__)
   // Linux has a process ask for the registers of tiles.
   unsigned a, b, c, d;
-  constexpr unsigned TILES = 1u << 24 | 1u << 22;  // of EDX: AMX-TILE and AMX-BF16
+  // Of EDX: AMX-BF16, AMX-TILE and AMX-INT8.
+  constexpr unsigned TILES = 1u << 22 | 1u << 24 | 1u << 25;
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
   if (!strcmp(path, "amx_bf16"))
     return bf16s && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & TILES) == TILES &&

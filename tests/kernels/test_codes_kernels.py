@@ -74,6 +74,28 @@ def test_any_form(library, parts, depth, rows, dtype, biased, gap, seed):
     assert torch.equal(gathered, weight[ids].to(dtype))
 
 
+@pytest.mark.parametrize("values", ["codes", "centred", "table"])
+@pytest.mark.parametrize("group", [16, 32, 64, 96, 160, 2048])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_a_row_has_the_same_bits_in_a_batch_of_any_size(library, bits, group, values):
+    """The batches end inside a tile of 16 rows, after it, and in another block of rows."""
+    generator = torch.Generator().manual_seed(bits * group)
+    offsets = None if values == "centred" else torch.float32
+    parts = [
+        random_codes(Form(rows, bits, group, scales, offsets, values), 544, generator)
+        for rows, scales in ((100, torch.float16), (33, torch.int8))
+    ]
+    x = torch.randn(150, 544, generator=generator)
+    x[:, ::7] *= 1e-38  # below the normal numbers, as are their products
+    x[5] *= 1e-38
+    product = Product(library, parts, None, BF16, FLOAT)
+    x = x.to(BF16)
+    y = product(x)
+    for count in (1, 2, 3, 15, 16, 17, 31, 64, 129):
+        assert torch.equal(product(x[:count]), y[:count]), count
+        assert torch.equal(product(x[-count:]), y[-count:]), count
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 9, 40])
 @pytest.mark.parametrize("dtype", [BF16, FLOAT])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])

@@ -137,6 +137,16 @@ def build(monkeypatch):
             "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512vbmi",
             "plain avx512_bf16",
         ),
+        (
+            "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512vbmi "
+            "amx_tile amx_bf16",  # without amx_int8
+            "plain avx512_bf16",
+        ),
+        (
+            "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512vbmi "
+            "amx_tile amx_bf16 amx_int8",
+            "plain amx_bf16",
+        ),
     ],
 )
 def test_an_installation_compiles_the_best_path_and_plain(build, flags, expected):

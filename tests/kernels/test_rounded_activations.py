@@ -116,6 +116,30 @@ def test_integers_come_out_exactly(library, activations, bits, rows):
     assert torch.equal(y, linear_codes(x, parts))
 
 
+@pytest.mark.parametrize("group", [16, 32, 96, 2048])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_tiles_give_the_bits_of_vectors(activations, bits, group):
+    """Sums of integers are exact: the paths and all sizes of batches have the same results."""
+    paths = {"amx_bf16", "avx512_bf16"}
+    if not paths <= set(available()):
+        pytest.skip("the processor has no tiles")
+    generator = torch.Generator().manual_seed(bits * group)
+    offsets = torch.float16 if group == 32 else None
+    parts = [
+        random_codes(Form(rows, bits, group, torch.float16, offsets, "centred"), 544, generator)
+        for rows in (100, 33)
+    ]
+    x = torch.randn(150, 544, generator=generator).to(BF16)
+    results = []
+    for path in sorted(paths):
+        product = Product(cpu.load(path), parts, None, BF16, FLOAT, kernel=activations)
+        results += [product(x)]
+        for count in (1, 4, 5, 15, 16, 17, 31, 129):
+            assert torch.equal(product(x[:count]), results[-1][:count]), (path, count)
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("activations", ["int8", "int16"])
 def test_special_activations(library, activations, bits):

@@ -142,22 +142,13 @@ class TileRegisters {
     if (rows == rows_ && width == width_) return;
     rows_ = rows;
     width_ = width;
-    Layout layout;
-    for (int i = 0; i < 8; i++) {
-      bool is_weights = i == 4;
-      layout.rows[i] = (uint8_t)(is_weights ? width / 4 : rows);
-      layout.bytes[i] = (uint16_t)(i < 4 ? width : 64);
-    }
-    asm volatile("" : : "r"(&layout) : "memory");  // GCC takes only 8 bytes of it to be read
-    _tile_loadconfig(&layout);
+    ::tiles::Layout layout;
+    for (int i = 0; i < 8; i++)
+      layout.set(i, i == 4 ? width / 4 : rows, i < 4 ? width : 64);
+    layout.use();
   }
 
  private:
-  struct alignas(64) Layout {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  };
   int rows_ = -1, width_ = -1;
 };
 

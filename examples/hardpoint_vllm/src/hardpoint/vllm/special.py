@@ -290,16 +290,31 @@ def _images(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  
                  if limits[name]]  # fmt: skip
 
 
-def _generation_config(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _generation_config(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
     to.neutral = value == "vllm"
+    if to.neutral and _is_server(arguments):
+        raise ConfigError(f"generation_config: expected 'auto', got {value!r}; {_SERVER_DEFAULTS}")
     if value not in ("auto", "vllm"):
         to.notes.append(
             f"generation_config={value!r} has no effect: that of the model's folder is read"
         )
 
 
-def _override_generation(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _override_generation(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
     to.overrides = table(value)
+    if to.overrides and _is_server(arguments):
+        raise ConfigError(
+            f"override_generation_config: expected none, got {value!r}; {_SERVER_DEFAULTS}"
+        )
+
+
+_SERVER_DEFAULTS = (
+    "parameters that requests leave out come from generation_config.json of the model's folder"
+)
+
+
+def _is_server(arguments: Mapping[str, Any]) -> bool:
+    return "host" in arguments or "port" in arguments
 
 
 def _pooler(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
@@ -349,7 +364,7 @@ def _api_key(value: Any, arguments: Mapping[str, Any], to: Translated) -> None: 
 
 
 def _max_logprobs(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
-    if "host" in arguments or "port" in arguments:
+    if _is_server(arguments):
         to.values["server.limits.logprobs"] = int(value)
 
 

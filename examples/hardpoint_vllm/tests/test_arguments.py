@@ -38,6 +38,10 @@ TRANSLATED = {
                         "plugin.files.kv_role": "kv_producer",
                         "plugin.files.extra_config": {"folder": "kept"},
                         "plugins.enable": [{"use": "hardpoint_vllm:VLLM", "name": "vllm"}]}),
+    "quantizations": ({"quantization": "auto_awq"}, {"quantization.use": "awq"}),
+    "no white space": ({"guided_decoding_disable_any_whitespace": True},
+                       {"plugin.llguidance.max_whitespace": 0,
+                        "plugin.llguidance.max_newlines": 0}),
     "defaults": ({"pipeline_parallel_size": 1, "load_format": "auto", "swap_space": 0,
                   "cpu_offload_gb": 0, "hf_overrides": {}, "quantization": None}, {}),
 }  # fmt: skip

@@ -162,7 +162,8 @@ _FORMATS = {"auto": "auto", "hf": "auto", "safetensors": "safetensors", "dummy":
             "gguf": "gguf", "fastsafetensors": "safetensors",
             "runai_streamer": "safetensors", "mistral": None}  # fmt: skip
 _SCHEMES = {"compressed-tensors": "compressed_tensors", "gptq_marlin": "gptq", "awq_marlin": "awq",
-            "auto-round": "auto_round", "gguf": None, "modelopt": "compressed_tensors"}  # fmt: skip
+            "auto-round": "auto_round", "auto_awq": "awq", "auto_gptq": "gptq", "gguf": None,
+             "modelopt": "compressed_tensors"}  # fmt: skip
 _REASONING = {
     "deepseek_r1": "think_tags", "deepseek_v3": "think_tags", "qwen3": "think_tags",
     "glm45": "think_tags", "holo2": "think_tags", "kimi_k2": "think_tags",

@@ -254,9 +254,7 @@ def _structured(value: Any, arguments: Mapping[str, Any], to: Translated) -> Non
     backend = config.pop("backend", "auto")
     if parser := config.pop("reasoning_parser", None):
         ARGUMENTS["reasoning_parser"].apply(parser, to)
-    if config.pop("disable_any_whitespace", False):
-        to.values["plugin.llguidance.max_whitespace"] = 0
-        to.values["plugin.llguidance.max_newlines"] = 0
+    _no_whitespace(config.pop("disable_any_whitespace", False), arguments, to)
     if config.pop("disable_additional_properties", False):
         raise ConfigError(
             "structured_outputs_config.disable_additional_properties: expected false, got True; "
@@ -267,7 +265,12 @@ def _structured(value: Any, arguments: Mapping[str, Any], to: Translated) -> Non
             f"structured_outputs_config.backend={backend!r} has no effect: answers have the form "
             f"whatever makes the masks; grammar.use selects another backend"
         )
-    del arguments
+
+
+def _no_whitespace(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    if value:
+        to.values["plugin.llguidance.max_whitespace"] = 0
+        to.values["plugin.llguidance.max_newlines"] = 0
 
 
 def _kv_events(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
@@ -386,6 +389,7 @@ SPECIAL: Mapping[str, Callable[[Any, Mapping[str, Any], Translated], None]] = {
     "kv_transfer_config": _kv_transfer,
     "structured_outputs_config": _structured,
     "guided_decoding_backend": _structured,
+    "guided_decoding_disable_any_whitespace": _no_whitespace,
     "kv_events_config": _kv_events,
     "limit_mm_per_prompt": _images,
     "generation_config": _generation_config,

@@ -38,6 +38,10 @@ TRANSLATED = {
                         "plugin.files.kv_role": "kv_producer",
                         "plugin.files.extra_config": {"folder": "kept"},
                         "plugins.enable": [{"use": "hardpoint_vllm:VLLM", "name": "vllm"}]}),
+    "quantizations": ({"quantization": "auto_awq"}, {"quantization.use": "awq"}),
+    "no white space": ({"guided_decoding_disable_any_whitespace": True},
+                       {"plugin.llguidance.max_whitespace": 0,
+                        "plugin.llguidance.max_newlines": 0}),
     "defaults": ({"pipeline_parallel_size": 1, "load_format": "auto", "swap_space": 0,
                   "cpu_offload_gb": 0, "hf_overrides": {}, "quantization": None}, {}),
 }  # fmt: skip
@@ -119,11 +123,47 @@ def test_flags_of_the_server_become_a_configuration():
     [
         ("acme/model --no-such-flag 1", "--from-vllm: --no-such-flag: there is no such flag"),
         ("acme/model --middleware a.b", "middleware: .* server_extensions"),
+        ("--enable-scale-out acme/model", "enable_scale_out: .* use parallel.data"),
+        ("acme/model --generation-config vllm", "generation_config: .* generation_config.json"),
+        ("m --override-generation-config.top_k 5", "override_generation_config: .*'top_k': 5"),
+        ("acme/model --enable-force-include-usage", "requests give stream_options.include_usage"),
+        ("acme/model --response-role bot", "response_role: expected assistant, .* got 'bot'"),
     ],
 )
 def test_flags_without_a_counterpart_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         read_flags(flags)
+
+
+def test_switches_take_no_value_and_have_opposites():
+    names = "prefix-caching", "chunked-prefill"
+    for flags in (
+        [f"--no-enable-{name}" for name in names],
+        [f"--disable-{name}" for name in names],
+    ):
+        toml = read_flags(f"--monokernel {' '.join(flags)} acme/model").toml
+        assert 'model = "acme/model"' in toml
+        assert "prefix_caching = false" in toml
+        assert "chunked_prefill = false" in toml
+    hybrid = "window_groups = true"
+    assert hybrid in read_flags("acme/model --enable-hybrid-kv-cache-manager").toml
+
+
+def test_options_have_the_further_names_of_vllm():
+    flags = read_flags(
+        "acme/model -asc 2 -ep -tp 2 --device-memory-utilization 0.5 "
+        "--allowed-media-domains a.org b.org"
+    )
+    for line in ("workers = 2", "expert = true", "tensor = 2", 'hosts = ["a.org", "b.org"]'):
+        assert line in flags.toml
+
+
+@pytest.mark.parametrize("name", ["num_speculative_tokens", "num-speculative-tokens"])
+def test_dotted_options_have_the_names_of_tables(name):
+    flags = read_flags(
+        f"acme/model --speculative_config.method ngram --speculative-config.{name} 3"
+    )
+    assert "num_draft_tokens = 3" in flags.toml
 
 
 def test_a_file_of_arguments_is_read(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -34,6 +35,7 @@ class Numbers(IOProcessor[IOProcessorInput, IOProcessorOutput]):
 
     def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
+        assert Path(vllm_config.model_config.model).exists()
         self.longest = vllm_config.model_config.max_model_len
         self.rows: dict[str, int] = {}
 

@@ -15,7 +15,12 @@ from support.plugins import transformers_processors as foreign
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.component_adapters import Transformers
-from hardpoint.errors import ConfigError, PluginContractError, PluginLoadError
+from hardpoint.errors import (
+    ConfigError,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
 from hardpoint.host.registry.adapt import adapter_of
 from hardpoint.host.registry.discovery import discover
 from hardpoint.host.registry.plugin_set import PluginSet
@@ -189,6 +194,23 @@ def test_code_that_lacks_a_module_is_imported_with_stand_ins(installed, tmp_path
     del sys.modules["needs_a_module"]
     with pytest.raises(PluginLoadError, match=f"No module named '{samples.MODULE}'"):
         installed.resolve(plugins={"enable": enable[1:]})
+
+
+def test_an_object_that_needs_a_module_is_imported_with_stand_ins(installed, tmp_path, monkeypatch):
+    source = (
+        f"try:\n    import {samples.MODULE}\nexcept ImportError:\n    pass\n"
+        "else:\n    from support.broken.component_adapters import Bias\n"
+    )
+    (tmp_path / "may_need_a_module.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    enable = [ADAPTER, {"use": "may_need_a_module:Bias", "name": "thing"}]
+    plugins = installed.resolve(plugins={"enable": enable})
+    assert plugins.target(plugins.get("logits_processors", "thing")).target is samples.Bias
+    assert samples.MODULE not in sys.modules
+    del sys.modules["may_need_a_module"]
+    for refused_enable in (enable[1:], [ADAPTER, "may_need_a_module:Other"]):
+        with pytest.raises(PluginNotFoundError, match="'may_need_a_module' has no"):
+            installed.resolve(plugins={"enable": refused_enable})
 
 
 class Greeter:

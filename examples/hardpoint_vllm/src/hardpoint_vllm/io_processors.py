@@ -130,10 +130,14 @@ class AdaptedIOProcessor(AdaptedComponent, NativeProcessor):
         """Build the class, so that a failure stops the start."""
         super().__init__(context)
         config = context.model_config
-        tokenizer = TokenizerLike(context.tokenizer(), "")
+        own_tokenizer = context.tokenizer()
+        folder = str(own_tokenizer.context.files.path)
+        tokenizer = TokenizerLike(own_tokenizer, "")
         hf_config = NamedFields("hf_config", **config.hf)
         model = NamedFields(
             "model_config",
+            model=folder,
+            tokenizer=folder,
             max_model_len=context.max_model_len,
             hf_config=hf_config,
             hf_text_config=hf_config,

@@ -162,7 +162,8 @@ _FORMATS = {"auto": "auto", "hf": "auto", "safetensors": "safetensors", "dummy":
             "gguf": "gguf", "fastsafetensors": "safetensors",
             "runai_streamer": "safetensors", "mistral": None}  # fmt: skip
 _SCHEMES = {"compressed-tensors": "compressed_tensors", "gptq_marlin": "gptq", "awq_marlin": "awq",
-            "auto-round": "auto_round", "gguf": None, "modelopt": "compressed_tensors"}  # fmt: skip
+            "auto-round": "auto_round", "auto_awq": "awq", "auto_gptq": "gptq", "gguf": None,
+             "modelopt": "compressed_tensors"}  # fmt: skip
 _REASONING = {
     "deepseek_r1": "think_tags", "deepseek_v3": "think_tags", "qwen3": "think_tags",
     "glm45": "think_tags", "holo2": "think_tags", "kimi_k2": "think_tags",
@@ -194,6 +195,11 @@ def _not(off: Any) -> bool:
 
 def _off(off: Any) -> str | None:
     return "off" if off else None
+
+
+def _assistant(role: Any) -> None:
+    if role != "assistant":
+        raise ValueError(f"expected assistant, the role of the model's messages, got {role!r}")
 
 
 _SPEED = "it only changes speed or memory"
@@ -251,7 +257,7 @@ _NEEDLESS: Mapping[str, str] = {
         _names(
             """
 trust_remote_code enable_sleep_mode disable_log_stats use_tqdm_on_load
-disable_log_requests enable_log_requests hf_token
+disable_log_requests enable_log_requests
 """
         ),
         "",
@@ -289,6 +295,7 @@ prefix_match_unit enable_mamba_shared_prefix_checkpoint replayssm_buffer_len
 use_replayssm mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend
 kda_decode_backend sse_keep_alive_interval enable_per_request_metrics
 enable_flash_late_interaction fail_on_environ_validation max_lora_cls_labels
+mamba_cache_philox_rounds
 """
         ),
         _SPEED,
@@ -315,6 +322,7 @@ per_request_spec_decode_metrics custom_histogram_buckets
         ),
         "figures and logs of Hardpoint are in docs/metrics.md",
     ),
+    "hf_token": "huggingface_hub reads the variable HF_TOKEN",
     "max_logprobs": "the number of log-probabilities is not limited in a program",
     "enable_return_routed_experts": "SamplingParams(routed_experts=True) asks for them",
     "download_dir": "models are in the cache of huggingface_hub, which HF_HUB_CACHE moves",
@@ -376,6 +384,7 @@ _REFUSED: Mapping[str, str] = {
     "elastic_ep_max_dp_size": "use `llm.engines.scale`",
     "mm_encoder_fp8_scale_path": "encoders of images are not quantized",
     "mm_encoder_fp8_scale_save_path": "encoders of images are not quantized",
+    "mm_encoder_fp8_scale_save_margin": "encoders of images are not quantized",
     "video_pruning_method": "videos are not supported",
     "enable_tower_connector_lora": "adapters change the text model",
     "engram_config": "engrams are not supported",
@@ -394,6 +403,7 @@ _SERVER_KEYS: Sequence[tuple[Any, ...]] = (
     ("ssl_certfile", "server.tls_certificate"),
     ("ssl_keyfile", "server.tls_key"),
     ("root_path", "server.root_path", None, ""),
+    ("response_role", "", _assistant),
     ("tool_call_parser", "tools.parser", one_of(_TOOLS)),
     ("disable_uvicorn_access_log", "server.access_log", _off),
     ("api_server_count", "server.workers", int),
@@ -403,10 +413,9 @@ _SERVER_NEEDLESS: Mapping[str, str] = {
     **dict.fromkeys(
         _names(
             """
-enable_auto_tool_choice enable_prompt_tokens_details response_role
-chat_template_content_format enable_request_id_headers allow_credentials
-return_tokens_as_token_ids enable_force_include_usage enable_tokenizer_info_endpoint
-exclude_tools_when_tool_choice_none enable_log_outputs enable_log_deltas max_log_len
+enable_auto_tool_choice enable_prompt_tokens_details
+chat_template_content_format enable_request_id_headers
+enable_tokenizer_info_endpoint exclude_tools_when_tool_choice_none
 """
         ),
         "",
@@ -418,7 +427,8 @@ uvicorn_log_level disable_access_log_for_endpoints enable_server_load_tracking
 disable_fastapi_docs enable_offline_docs h11_max_incomplete_event_size
 h11_max_header_count disable_frontend_multiprocessing enable_log_requests
 allowed_methods allowed_headers log_error_stack enable_ssl_refresh ssl_ciphers
-enable_response_messages max_num_log_requests
+enable_response_messages max_num_log_requests allow_credentials enable_log_outputs
+enable_log_deltas max_log_len
 """
         ),
         "the server of Hardpoint has its own rules (docs/serving.md)",
@@ -444,7 +454,17 @@ _SERVER_REFUSED: Mapping[str, str] = {
     "enable_scale_out": "use parallel.data",
     "fingerprint_mode": "responses have the version of the weights",
     "fingerprint_value": "responses have the version of the weights",
-    "data_parallel_supervisor_port": "use server.admin",
+    **dict.fromkeys(
+        _names(
+            """
+data_parallel_supervisor_port dp_supervisor_probe_interval_s
+dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold
+"""
+        ),
+        "use server.admin",
+    ),
+    "return_tokens_as_token_ids": "requests give return_tokens_as_token_ids",
+    "enable_force_include_usage": "requests give stream_options.include_usage",
     "data_parallel_hybrid_lb": "use parallel.data and parallel.balancer",
     "data_parallel_external_lb": "use parallel.data and parallel.balancer",
 }
@@ -471,6 +491,17 @@ enable_logging_iteration_details enable_flashinfer_autotune
 enable_layerwise_nvtx_tracing aggregate_engine_logging enable_fault_tolerance
 enable_offline_docs enable_log_deltas enable_cumem_allocator ray_workers_use_nsight
 disable_nccl_for_dp_synchronization grpc
+allow_deprecated_quantization cohere_is_reasoning_model
+data_parallel_multi_port_external_lb dcp_q_replicate enable_batch_sharded_sampling
+enable_ep_weight_filter enable_flash_late_interaction enable_hc_sp
+enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint
+enable_mixed_moe_lora_format enable_moe_shared_loras enable_nccl_comm_suspend
+enable_per_request_metrics enable_scale_out enable_shm_tensor_arena
+enable_tower_connector_lora enable_trace_replay fail_on_environ_validation
+jit_monitor_verbose long_prefill_token_threshold_adaptive mm_device_do_normalize
+monokernel return_sampling_mask scheduler_reserve_full_isl
+sleep_mode_offload_cudagraph specialize_active_lora swa_bounded_replay tokens_only
+trust_request_mm_kwargs use_fp64_gumbel use_replayssm
 """
     )
 )

@@ -24,6 +24,13 @@ AsyncEngineDeadError = EngineDeadError
 EngineGenerateError = HardpointError
 
 
+class _Engine(ConfigFields):
+    """vLLM V0's engine behind an AsyncLLMEngine; the errors of other members name counterparts."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_member("engine", name)
+
+
 class AsyncLLM(ConfiguredEngine):
     """vLLM's engine for the tasks of an event loop."""
 
@@ -250,7 +257,7 @@ class AsyncLLM(ConfiguredEngine):
     def engine(self) -> ConfigFields:
         """vLLM V0's engine behind this one: its configuration and tokenizer."""
         config, tokenizer = self.vllm_config, self.tokenizer
-        return ConfigFields(
+        return _Engine(
             "engine",
             vllm_config=config,
             get_model_config=lambda: config.model_config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Self
 
 from hardpoint.errors import ConfigError
@@ -55,8 +55,10 @@ CacheConfig = _config("CacheConfig", "Values of the KV cache.")
 CompilationConfig = _config("CompilationConfig", "Values of `compilation_config`.")
 DecodingConfig = _config("DecodingConfig", "Values of structured outputs, before vLLM 0.11.")
 DeviceConfig = _config("DeviceConfig", "Values of the device.")
+DynamicShapesConfig = _config("DynamicShapesConfig", "Values of the compiler.")
 ECTransferConfig = _config("ECTransferConfig", "Values of `ec_transfer_config`.")
 EPLBConfig = _config("EPLBConfig", "Values of `eplb_config`.")
+KernelConfig = _config("KernelConfig", "Values of `kernel_config`.")
 KVEventsConfig = _config("KVEventsConfig", "Values of `kv_events_config`.")
 KVTransferConfig = _config("KVTransferConfig", "Values of `kv_transfer_config`.")
 LoadConfig = _config("LoadConfig", "Values of the loader.")
@@ -84,8 +86,8 @@ class VllmConfig(GivenValues):
 BlockSize = int
 HfOverrides = dict[str, Any]
 CacheDType = ConvertOption = Device = DistributedExecutorBackend = GuidedDecodingBackend = str
-LogprobsMode = ModelDType = PoolingTypeStr = RunnerOption = SchedulerPolicy = str
-TaskOption = TokenizerMode = str
+LogprobsMode = ModelDType = PoolingTypeStr = QuantizationMethods = RunnerOption = str
+SchedulerPolicy = TaskOption = TokenizerMode = str
 
 
 class CompilationMode(IntEnum):
@@ -114,6 +116,14 @@ class CUDAGraphMode(IntEnum):
     FULL = 2
     FULL_DECODE_ONLY = 3
     FULL_AND_PIECEWISE = 4
+
+
+class DynamicShapesType(StrEnum):
+    """The sizes that vLLM compiles for; nothing here."""
+
+    BACKED = "backed"
+    UNBACKED = "unbacked"
+    BACKED_SIZE_OBLIVIOUS = "backed_size_oblivious"
 
 
 class ModelRegistry:

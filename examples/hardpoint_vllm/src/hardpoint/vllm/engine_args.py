@@ -164,29 +164,90 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         text = (argument.target if argument else "").replace("%", "%%") or None
         if name in SWITCHES:
             parser.add_argument(
-                *options, option, default=None, action=argparse.BooleanOptionalAction, help=text
+                *options,
+                option,
+                dest=name,
+                default=None,
+                action=argparse.BooleanOptionalAction,
+                help=text,
             )
+            if (opposite := _opposite(name)) not in {*names, None}:
+                parser.add_argument(
+                    "--" + str(opposite).replace("_", "-"),
+                    dest=name,
+                    default=None,
+                    action="store_false",
+                    help=argparse.SUPPRESS,
+                )
         else:
             several = "*" if name in _SEVERAL else None
             parser.add_argument(
-                *options, option, default=None, nargs=several, type=_value, help=text
+                *options,
+                option,
+                dest=name,
+                default=None,
+                nargs=several,
+                type=_value,
+                help=text,
             )
 
 
+def _opposite(name: str) -> str | None:
+    """Return the name of the option that turns a switch off: `disable_x` for `enable_x`."""
+    for prefix, other in (("enable_", "disable_"), ("disable_", "enable_")):
+        if name.startswith(prefix):
+            return other + name.removeprefix(prefix)
+    return None
+
+
 _SHORT = {
+    "api_server_count": ("-asc",),
+    "attention_config": ("-ac",),
     "compilation_config": ("-O", "-cc"),
+    "data_parallel_address": ("-dpa",),
+    "data_parallel_backend": ("-dpb",),
+    "data_parallel_external_lb": ("-dpe",),
+    "data_parallel_hybrid_lb": ("-dph",),
+    "data_parallel_multi_port_external_lb": ("-dpm",),
+    "data_parallel_rank": ("-dpn",),
+    "data_parallel_rpc_port": ("-dpp",),
     "data_parallel_size": ("-dp",),
     "data_parallel_size_local": ("-dpl",),
-    "data_parallel_address": ("-dpa",),
-    "data_parallel_rank": ("-dpn",),
+    "data_parallel_start_rank": ("-dpr",),
     "decode_context_parallel_size": ("-dcp",),
+    "diffusion_config": ("-dc",),
+    "enable_expert_parallel": ("-ep",),
+    "gpu_memory_utilization": ("--device-memory-utilization",),
+    "nnodes": ("-n",),
+    "node_rank": ("-r",),
     "pipeline_parallel_size": ("-pp",),
+    "prefill_context_parallel_size": ("-pcp",),
     "quantization": ("-q",),
     "speculative_config": ("-sc",),
     "tensor_parallel_size": ("-tp",),
 }
-"""Short forms of options."""
-_SEVERAL = {"served_model_name", "lora_modules", "api_key", "logits_processors", "middleware"}
+"""Further names of options."""
+_SEVERAL = frozenset(
+    [
+        "allowed_media_domains",
+        "api_key",
+        "collect_detailed_traces",
+        "cpu_offload_params",
+        "cudagraph_capture_sizes",
+        "ignore_patterns",
+        "kv_cache_dtype_skip_layers",
+        "logits_processors",
+        "lora_modules",
+        "lora_target_modules",
+        "middleware",
+        "numa_bind_cpus",
+        "numa_bind_nodes",
+        "offload_params",
+        "served_model_name",
+        "sleep_preserve_parameter_names",
+    ]
+)
+"""Arguments with several values on the command line."""
 
 
 def _value(text: str) -> Any:
@@ -233,7 +294,8 @@ def expanded(arguments: Sequence[str]) -> list[str]:
             expanded_arguments.append(item)
             continue
         name, separator, value = item.partition("=")
-        name, _, path = name.replace("_", "-").partition(".")
+        name, _, path = name.partition(".")
+        name, path = name.replace("_", "-"), path.replace("-", "_")
         if path:
             table = tables.setdefault(name, {})
             *parents, last = path.split(".")

@@ -68,7 +68,6 @@ FORMER_REFUSED: Mapping[str, str] = {
     "max_prompt_adapter_token": "prompt adapters are not supported",
     "guided_decoding_disable_additional_properties": "use StructuredOutputsParams("
     "disable_additional_properties=True) in requests",
-    "guided_decoding_disable_any_whitespace": "use structured_outputs_config",
     "override_neuron_config": "there is no backend for Neuron",
     "qlora_adapter_name_or_path": "name the adapter in the request (docs/lora.md)",
     "quantization_param_path": "the cache has scales of its own for 8-bit types (kv_cache.dtype)",

@@ -26,6 +26,7 @@ from .params import (
     SamplingParams,
     native_lora,
     request_options,
+    with_guided_options,
 )
 from .params import sampling_params as vllm_params
 from .special import add_statistics
@@ -154,6 +155,7 @@ class LLM:
         priority: list[int] | int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         prompt_token_ids: Any = None,
+        guided_options_request: Any = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Complete prompts; see vLLM.
@@ -163,6 +165,10 @@ class LLM:
         """
         if prompt_token_ids is not None:  # before vLLM 0.10
             prompts = _of_ids(prompt_token_ids)
+        if guided_options_request is not None:  # before vLLM 0.10
+            sampling_params = with_guided_options(
+                sampling_params or self._default, guided_options_request
+            )
         if prompts is None:
             raise RequestError("prompts: expected a prompt or a list of prompts, got None")
         prompt_list = [prompts] if is_one(prompts) else list(prompts)

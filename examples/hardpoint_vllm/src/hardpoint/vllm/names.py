@@ -69,8 +69,11 @@ _CONFIGS = (
     "CUDAGraphMode",
     "DecodingConfig",
     "DeviceConfig",
+    "DynamicShapesConfig",
+    "DynamicShapesType",
     "ECTransferConfig",
     "EPLBConfig",
+    "KernelConfig",
     "KVEventsConfig",
     "KVTransferConfig",
     "LoadConfig",
@@ -102,6 +105,7 @@ _OPTION_TYPES = (
     "LogprobsMode",
     "ModelDType",
     "PoolingTypeStr",
+    "QuantizationMethods",
     "RunnerOption",
     "SchedulerPolicy",
     "TaskOption",
@@ -224,6 +228,9 @@ PATHS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "lora.request": {"params": ("LoRARequest",)},
     "model_executor": {"helpers": ("set_random_seed",)},
     "model_executor.guided_decoding": {"params": ("GuidedDecodingParams",)},
+    "model_executor.guided_decoding.guided_fields": {"structured": ("GuidedDecodingRequest",)},
+    "model_executor.layers": {},
+    "model_executor.layers.quantization": {"configs": ("QuantizationMethods",)},
     "model_executor.models": {"configs": ("ModelRegistry",)},
     "model_executor.models.registry": {"configs": ("ModelRegistry",)},
     "model_executor.parallel_utils": {},
@@ -257,6 +264,8 @@ PATHS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "v1.metrics.loggers": {"helpers": ("LoggingStatLogger", "PrometheusStatLogger")},
     "v1.metrics.reader": {"metrics": _METRICS},
     "version": {"": ("__version__", "__version_tuple__")},
+    "worker": {},
+    "worker.worker": {"engine_internals": ("Worker",)},
 }
 """By module of vLLM, "" for `vllm` itself: names by the module here that has them."""
 

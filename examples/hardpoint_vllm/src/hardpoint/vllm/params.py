@@ -18,6 +18,7 @@ from hardpoint.errors import RequestError
 from hardpoint.typed import convert
 
 from .structured import GuidedDecodingParams as GuidedDecodingParams
+from .structured import GuidedDecodingRequest
 from .structured import StructuredOutputsParams as StructuredOutputsParams
 
 _GREEDY = 1e-5
@@ -386,7 +387,6 @@ def native_lora(lora_request: Any) -> Any:
 
 
 _FORMER_OPTIONS = {
-    "guided_options_request": "use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "prompt_adapter_request": "prompt adapters are not supported; use lora_request",
 }
 """Options of requests before vLLM 0.10, and their counterparts."""
@@ -426,6 +426,29 @@ def request_options(
     if (cut := _truncation(params)) is not None:
         options["truncate_prompt_tokens"] = cut
     return {name: value for name, value in options.items() if value is not None}
+
+
+def with_guided_options(params: Any, request: Any) -> Any:
+    """Return copies of parameters that have the form of a GuidedDecodingRequest or of its fields.
+
+    Raises:
+        RequestError: the parameters have a form of their own, or a field is unknown.
+    """
+    if isinstance(params, Sequence):
+        return [with_guided_options(item, request) for item in params]
+    if params.structured_outputs or params.guided_decoding:
+        raise RequestError(
+            f"guided_options_request: expected none with parameters that have structured_outputs, "
+            f"got {request!r}"
+        )
+    if isinstance(request, Mapping):
+        try:
+            request = GuidedDecodingRequest(**request)
+        except TypeError as error:
+            raise RequestError(f"guided_options_request: {error}") from None
+    changed = params.clone()
+    changed.structured_outputs = request.form()
+    return changed
 
 
 def _truncation(params: Any) -> Any:

@@ -254,9 +254,7 @@ def _structured(value: Any, arguments: Mapping[str, Any], to: Translated) -> Non
     backend = config.pop("backend", "auto")
     if parser := config.pop("reasoning_parser", None):
         ARGUMENTS["reasoning_parser"].apply(parser, to)
-    if config.pop("disable_any_whitespace", False):
-        to.values["plugin.llguidance.max_whitespace"] = 0
-        to.values["plugin.llguidance.max_newlines"] = 0
+    _no_whitespace(config.pop("disable_any_whitespace", False), arguments, to)
     if config.pop("disable_additional_properties", False):
         raise ConfigError(
             "structured_outputs_config.disable_additional_properties: expected false, got True; "
@@ -267,7 +265,12 @@ def _structured(value: Any, arguments: Mapping[str, Any], to: Translated) -> Non
             f"structured_outputs_config.backend={backend!r} has no effect: answers have the form "
             f"whatever makes the masks; grammar.use selects another backend"
         )
-    del arguments
+
+
+def _no_whitespace(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    if value:
+        to.values["plugin.llguidance.max_whitespace"] = 0
+        to.values["plugin.llguidance.max_newlines"] = 0
 
 
 def _kv_events(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
@@ -290,16 +293,31 @@ def _images(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  
                  if limits[name]]  # fmt: skip
 
 
-def _generation_config(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _generation_config(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
     to.neutral = value == "vllm"
+    if to.neutral and _is_server(arguments):
+        raise ConfigError(f"generation_config: expected 'auto', got {value!r}; {_SERVER_DEFAULTS}")
     if value not in ("auto", "vllm"):
         to.notes.append(
             f"generation_config={value!r} has no effect: that of the model's folder is read"
         )
 
 
-def _override_generation(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+def _override_generation(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
     to.overrides = table(value)
+    if to.overrides and _is_server(arguments):
+        raise ConfigError(
+            f"override_generation_config: expected none, got {value!r}; {_SERVER_DEFAULTS}"
+        )
+
+
+_SERVER_DEFAULTS = (
+    "parameters that requests leave out come from generation_config.json of the model's folder"
+)
+
+
+def _is_server(arguments: Mapping[str, Any]) -> bool:
+    return "host" in arguments or "port" in arguments
 
 
 def _pooler(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
@@ -349,7 +367,7 @@ def _api_key(value: Any, arguments: Mapping[str, Any], to: Translated) -> None: 
 
 
 def _max_logprobs(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:
-    if "host" in arguments or "port" in arguments:
+    if _is_server(arguments):
         to.values["server.limits.logprobs"] = int(value)
 
 
@@ -371,6 +389,7 @@ SPECIAL: Mapping[str, Callable[[Any, Mapping[str, Any], Translated], None]] = {
     "kv_transfer_config": _kv_transfer,
     "structured_outputs_config": _structured,
     "guided_decoding_backend": _structured,
+    "guided_decoding_disable_any_whitespace": _no_whitespace,
     "kv_events_config": _kv_events,
     "limit_mm_per_prompt": _images,
     "generation_config": _generation_config,

@@ -113,3 +113,34 @@ def _closed(schema: Any) -> Any:
 @dataclass
 class GuidedDecodingParams(StructuredOutputsParams):
     """The name of StructuredOutputsParams before vLLM 0.11."""
+
+
+@dataclass
+class GuidedDecodingRequest:
+    """The form of an answer as `LLM.generate` took it before vLLM 0.10, with its field names."""
+
+    guided_json: str | dict[str, Any] | type | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_json_object: bool | None = None
+    structural_tag: str | None = None
+
+    def form(self) -> StructuredOutputsParams:
+        """Return the same with the field names of today.
+
+        Raises:
+            ValueError: several forms are given.
+        """
+        return StructuredOutputsParams(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+            json_object=self.guided_json_object,
+            structural_tag=self.structural_tag,
+            whitespace_pattern=self.guided_whitespace_pattern,
+            backend=self.guided_decoding_backend,
+        )

@@ -343,8 +343,7 @@ class InputBatch:
         self, scheduled: dict[str, int], device: torch.device, drafts: Drafts = MappingProxyType({})
     ) -> StepInput:
         """Return the input of a step, its drafts included; count its tokens as computed."""
-        row_of_id = self._row_of
-        rows = np.array([row_of_id[request_id] for request_id in scheduled], np.int64)
+        rows = np.array([self._row_of[request_id] for request_id in scheduled], np.int64)
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         if (num_single := int(np.count_nonzero(counts == 1))) < len(rows):
             order = np.argsort(counts > 1, kind="stable")

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from hardpoint.errors import HardpointError, PluginContractError, shown
+from hardpoint.errors import (
+    HardpointError,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+    shown,
+)
 from hardpoint.host.registry.adapters.contract_1 import adapt_earlier
 from hardpoint.plugins.component import AdaptedComponent, Component, ComponentAdapter, Source
 from hardpoint.plugins.component.manifest import PluginEntry
 
 from .adapters.external_packages import object_hint
+from .blame import faults_as
 from .kinds import KINDS, PluginKind
 from .loading import check_component, import_object, inspecting, kinds_of, marks_hooks, snake_case
 
@@ -47,7 +58,17 @@ class ComponentAdapters:
         Raises:
             PluginLoadError, PluginNotFoundError: as `loading.import_object`.
         """
-        return import_object(source, self._stand_ins)
+        try:
+            return import_object(source, self._stand_ins)
+        except PluginNotFoundError:
+            if (module := sys.modules.get(source.value.partition(":")[0])) is None:
+                raise
+            for name in _missing_imports(module):
+                if (context := self._stand_ins(name)) is not None:
+                    with faults_as(PluginLoadError, f"{source}: its import"), context:
+                        importlib.reload(module)
+                    return import_object(source)
+            raise
 
     def adapt(self, target: Any, source: Source, kind: PluginKind | None = None) -> Any:
         """Return the component of a foreign object; any other object unchanged.
@@ -81,6 +102,31 @@ class ComponentAdapters:
                 if (context := adapter.stand_ins(module)) is not None:
                     return context
         return None
+
+
+def _missing_imports(module: ModuleType) -> list[str]:
+    """Return the packages that a module's code imports and that are not installed.
+
+    A module may define less if such an import fails.
+    """
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return sorted(name for name in names if not _is_installed(name))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return package in sys.modules or importlib.util.find_spec(package) is not None
+    except ValueError:  # a module that is being imported has no spec
+        return True
 
 
 NO_ADAPTERS = ComponentAdapters(tuple)

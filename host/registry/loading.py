@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import re
 import sys
@@ -125,40 +123,7 @@ def import_object(source: Source, stand_ins: StandIns = lambda _module: None) ->
             if hint := module_hint(cause.name):
                 raise ModuleNotFoundError(f"{cause}{hint}", name=cause.name) from cause
             raise
-    try:
-        return _attribute(source, target)
-    except PluginNotFoundError:
-        for name in _missing_imports(target):
-            if (context := stand_ins(name)) is not None:
-                with faults_as(PluginLoadError, f"{source}: its import"), context:
-                    target = importlib.reload(target)
-                return _attribute(source, target)
-        raise
-
-
-def _missing_imports(module: Any) -> list[str]:
-    """Return the packages that a module's code imports and that are not installed.
-
-    A module may define less if such an import fails, so its objects exist only with stand-ins.
-    """
-    try:
-        tree = ast.parse(inspect.getsource(module))
-    except (OSError, TypeError, SyntaxError):
-        return []
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.partition(".")[0])
-    return sorted(name for name in names if not _is_installed(name))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return package in sys.modules or importlib.util.find_spec(package) is not None
-    except ValueError:  # a module that is being imported has no spec
-        return True
+    return _attribute(source, target)
 
 
 def _attribute(source: Source, target: Any) -> Any:

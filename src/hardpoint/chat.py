@@ -345,7 +345,7 @@ class Chat:
         _check_flag("parallel_tool_calls", parallel_tool_calls, bool)
         self.calls = _call_rules(read, tool_choice, parallel=parallel_tool_calls)
         shown_tools = [] if tool_choice == "none" else read
-        self.tools = [_shown(tool) for tool in shown_tools]
+        self.tools = [_definition(tool) for tool in shown_tools]
         self.schemas = {
             tool.function.name: tool.function.parameters for tool in shown_tools
         } or None
@@ -442,7 +442,7 @@ class Chat:
         return texts.encode(rendered)
 
 
-def _shown(tool: Tool) -> dict[str, Any]:
+def _definition(tool: Tool) -> dict[str, Any]:
     """Return the tool for the chat template, without `strict`: it asks for a grammar."""
     definition: dict[str, Any] = msgspec.to_builtins(tool)
     definition["function"].pop("strict", None)

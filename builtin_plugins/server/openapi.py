@@ -23,8 +23,9 @@ _REF = "#/components/schemas/"
 _PARAMETER = re.compile(r"{(\w+)(?::(\w+))?}")
 _INTRODUCTION = (
     "The API of one model that Hardpoint serves. A field that is null is a field that is left out. "
-    "Unknown fields are refused unless the server is lenient; fields that are described as ignored "
-    "change nothing."
+    "Unknown fields are ignored and listed in the header `x-hardpoint-ignored-fields`, unless "
+    "`server.unknown_fields` is `error`; names that nearly match a field are errors. Fields that "
+    "are described as ignored change nothing."
 )
 _ERRORS = {
     400: "A field is wrong; `param` is its path.",

@@ -7,9 +7,9 @@ import functools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from decimal import Decimal
 from typing import Any, NoReturn
 
+from hardpoint.configuration.whole_numbers import whole_number
 from hardpoint.errors import shown
 from hardpoint.plugins import HardpointError
 from hardpoint.typed import suggest
@@ -17,8 +17,6 @@ from hardpoint.typed import suggest
 __all__ = ["ProgramParser", "UsageError", "check_encoding", "global_options"]
 
 _EXPECTED = {int: "a whole number", float: "a number"}
-_WHOLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:e([0-9]{1,2})|([kmgKMG]))")
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class UsageError(HardpointError):
@@ -207,16 +205,6 @@ class ProgramParser(argparse.ArgumentParser):
         elif self._commands is not None and text == f"missing argument: {self._commands.metavar}":
             text = f"a command is missing: {', '.join(self._commands.choices)}"
         raise UsageError(text, self.format_usage().rstrip())
-
-
-def whole_number(text: str) -> int | None:
-    """Return the number of a text such as `1e3`, `4k` (4000) or `4K` (4096); None for others."""
-    match = _WHOLE.fullmatch(text)
-    if match is None:
-        return None
-    digits, exponent, unit = match.groups()
-    number = Decimal(digits) * (_UNITS[unit] if unit else 10 ** int(exponent))
-    return int(number) if number == number.to_integral_value() else None
 
 
 def check_encoding(arguments: Sequence[str]) -> None:

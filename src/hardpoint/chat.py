@@ -319,7 +319,7 @@ class Chat:
     """How conversations become prompts.
 
     Attributes:
-        tools: tools that the model may call, as OpenAI's API has them.
+        tools: tools that the model may call, as chat templates get them.
         schemas: JSON schemas of the arguments of the tools that the model may call, by name; None
             without tools.
         calls: rules for the calls that are allowed; None leaves the model free.
@@ -345,7 +345,7 @@ class Chat:
         _check_flag("parallel_tool_calls", parallel_tool_calls, bool)
         self.calls = _call_rules(read, tool_choice, parallel=parallel_tool_calls)
         shown_tools = [] if tool_choice == "none" else read
-        self.tools = [msgspec.to_builtins(tool) for tool in shown_tools]
+        self.tools = [_definition(tool) for tool in shown_tools]
         self.schemas = {
             tool.function.name: tool.function.parameters for tool in shown_tools
         } or None
@@ -440,6 +440,13 @@ class Chat:
         )
         typed.check_text(rendered, "messages: the text of the chat template", RequestError)
         return texts.encode(rendered)
+
+
+def _definition(tool: Tool) -> dict[str, Any]:
+    """Return the tool for the chat template, without `strict`: it asks for a grammar."""
+    definition: dict[str, Any] = msgspec.to_builtins(tool)
+    definition["function"].pop("strict", None)
+    return definition
 
 
 def _check_flag(name: str, value: Any, type_: Any) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from support.strangers import open_site
 
-from hardpoint.argument_parser import ProgramParser, UsageError, whole_number
+from hardpoint.argument_parser import ProgramParser, UsageError
 from hardpoint.builtin_plugins import commands as builtin_commands
 from hardpoint.cli import main
+from hardpoint.configuration.whole_numbers import whole_number
 from hardpoint.plugins import Command
 
 pytestmark = pytest.mark.usefixtures("folder")

@@ -54,6 +54,20 @@ def test_later_places_win_and_each_value_knows_its_place(folder):
     assert config_sources.of("scheduler.max_num_batched_tokens") == "default"
 
 
+def test_counts_have_units_in_arguments_and_variables():
+    config, _ = load(
+        ["scheduler.max_num_seqs=1e3", "max_model_len=4k", "model=4k"],
+        environ={"HARDPOINT__SCHEDULER__MAX_NUM_BATCHED_TOKENS": "8K"},
+    )
+    assert config.scheduler.max_num_seqs == 1000
+    assert config.scheduler.max_num_batched_tokens == 8192
+    assert (config.max_model_len, config.model) == (4000, "4k")
+    assert load(["kv_cache.memory_fraction=5e-1"])[0].kv_cache.memory_fraction == 0.5
+    assert "expected a whole number from 1 to 65536, got 1.5" in refused(
+        "scheduler.max_num_seqs=1.5"
+    )
+
+
 def test_an_explicit_file_is_read_instead_of_the_default_one(folder):
     (folder / "hardpoint.toml").write_text("seed = 1")
     (folder / "other.toml").write_text('dtype = "float32"')

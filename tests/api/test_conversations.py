@@ -139,6 +139,12 @@ def test_the_choice_limits_the_calls_that_a_grammar_allows():
     assert Chat(None, parallel_tool_calls=False).calls is None
 
 
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_the_template_does_not_get_strict(strict):
+    function = {**WEATHER["function"], "strict": strict}
+    assert Chat([{"type": "function", "function": function}]).tools == Chat([WEATHER]).tools
+
+
 def test_parts_of_content_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (message,) = read_messages([{"role": "user", "content": parts}])

@@ -242,7 +242,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
             conversation.add(message, f"messages[{index}]")
         messages = conversation.messages
         check_images(self._service.engine, messages, "image")
-        if not messages or messages[-1]["role"] == "system":
+        if all(message["role"] == "system" for message in messages):
             raise RequestError("messages: expected at least one message of the user")
         last = messages[-1]
         if "tool_calls" in last:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
+from hardpoint.configuration.whole_numbers import whole_number
 from hardpoint.errors import shown
 from hardpoint.host.registry.discovery import InstalledPlugin, discover
 from hardpoint.host.registry.model_files import alias_of
@@ -329,8 +330,10 @@ class ConfigBuilder:
 
     def _value(self, text: str, steps: Sequence[str]) -> Any:
         """Return the value of a text: the text itself where a string is required."""
-        value = parse_value(text)
-        if isinstance(value, str) or not _wants_text(type_at(self._type, steps), value):
+        value, wanted = parse_value(text), type_at(self._type, steps)
+        if (number := whole_number(text)) is not None and _wants_count(wanted):
+            return number
+        if isinstance(value, str) or not _wants_text(wanted, value):
             return value
         return text
 
@@ -357,6 +360,16 @@ def _steps_of_variable(name: str) -> list[str]:
     small = [step.lower() for step in steps]
     fixed = 1 if small[0] == "plugin" else 2 if small[:2] == ["plugins", "replace"] else len(steps)
     return small[:fixed] + [step.lower() if step.isupper() else step for step in steps[fixed:]]
+
+
+def _wants_count(info: types.Type | None) -> bool:
+    if isinstance(info, types.Metadata):
+        return _wants_count(info.type)
+    if isinstance(info, types.UnionType):
+        others = (types.FloatType, types.StrType)
+        options = [o.type if isinstance(o, types.Metadata) else o for o in info.types]
+        return any(map(_wants_count, options)) and not any(isinstance(o, others) for o in options)
+    return isinstance(info, types.IntType)
 
 
 def _wants_text(info: types.Type | None, value: object) -> bool:

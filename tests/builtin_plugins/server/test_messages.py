@@ -429,6 +429,15 @@ def test_a_message_without_blocks_is_refused(server, path, before, role):
     assert answer.json()["error"]["message"] == fragment
 
 
+def test_a_system_message_may_be_the_last(server):
+    messages, _, _ = asked_of(server, messages=[*HI, {"role": "system", "content": "Be brief."}])
+    assert messages == [*HI, {"role": "system", "content": "Be brief."}]
+    for alone in ({"system": "Be kind."}, {}):
+        system = [{"role": "system", "content": "Be brief."}]
+        words = "messages: expected at least one message of the user"
+        assert refusal(server, messages=system, **alone) == words
+
+
 def test_an_empty_answer_may_be_sent_back(server):
     messages, _, _ = asked_of(server, messages=[*HI, {"role": "assistant", "content": []}, *HI])
     assert [message["content"] for message in messages] == ["Hi", "", "Hi"]

@@ -78,6 +78,13 @@ def document(server):
     return response.json()
 
 
+def test_the_introduction_describes_the_default_for_unknown_fields(document):
+    assert (
+        "ignored and listed in the header `x-hardpoint-ignored-fields`"
+        in (document["info"]["description"])
+    )
+
+
 def test_every_route_is_described(server, document):
     assert document["openapi"] == "3.1.0"
     assert document["info"]["version"] == "9.9"

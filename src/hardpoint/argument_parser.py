@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from hardpoint.configuration.names_of_vllm import key_hint
 from hardpoint.configuration.whole_numbers import whole_number
 from hardpoint.errors import shown
 from hardpoint.plugins import HardpointError
@@ -166,7 +167,8 @@ class ProgramParser(argparse.ArgumentParser):
         names = sorted(option.lstrip("-") for option in known)
         near = suggest(name.lstrip("-"), names).removeprefix(" (").removesuffix(")")
         near = re.sub("'(.*)'", r"--\1", near)
-        self.error(f"unrecognized option {shown(name)[1:-1]}{near and '; ' + near}")
+        advice = key_hint(name.lstrip("-")) or (near and f"; {near}")
+        self.error(f"unrecognized option {shown(name)[1:-1]}{advice}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.type is int and (number := whole_number(arg_string)) is not None:

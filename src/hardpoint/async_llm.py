@@ -46,14 +46,14 @@ from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, PromptPart, check_options
 from .conversations.states import open_conversations
 from .conversations.turns import AsyncConversation
-from .old_names.members import ASYNC_NAMES, OldClassNames, old_member
+from .old_names.members import ASYNC_NAMES, ModelClass, old_member
 from .progress import ProgressDisplay
 from .requests import check_generates, takes_options
 
 __all__ = ["AsyncLLM", "open_resolved"]
 
 
-class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
+class AsyncLLM(ShownModel, AsyncCaller, metaclass=ModelClass):
     """A model that generates text for many tasks of one event loop at once.
 
     | Member | Use |

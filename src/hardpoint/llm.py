@@ -14,13 +14,7 @@ from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.system.control_calls import SyncCaller
-from hardpoint.plugins import (
-    EngineConfig,
-    RequestError,
-    RequestOutput,
-    SamplingParams,
-    Tokenizer,
-)
+from hardpoint.plugins import EngineConfig, RequestError, RequestOutput, SamplingParams, Tokenizer
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatRequestOptions, RequestOptions
@@ -30,7 +24,7 @@ from .calls.adapters import AdapterGroup
 from .calls.debug import DebugGroup
 from .calls.engines import EngineGroup
 from .calls.groups import open_engine, sync_groups
-from .calls.model import ModelGroup, ShownModel, chat_params
+from .calls.model import ModelGroup, ShownModel, VllmGetters, chat_params
 from .calls.plugins import PluginGroup
 from .calls.pooling import (
     paired_scores,
@@ -47,7 +41,7 @@ from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, check_options
 from .conversations.states import open_conversations
 from .conversations.turns import Conversation
-from .old_names.members import SYNC_NAMES, OldClassNames, old_member
+from .old_names.members import SYNC_NAMES, ModelClass, old_member
 from .progress import check_progress, shows_progress
 from .requests import (
     BatchOptions,
@@ -62,7 +56,7 @@ from .requests import (
 __all__ = ["LLM", "open_resolved"]
 
 
-class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
+class LLM(ShownModel, SyncCaller, VllmGetters, metaclass=ModelClass):
     """A model that generates text, or vectors of texts.
 
     | Member | Use |

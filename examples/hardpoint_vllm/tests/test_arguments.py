@@ -2,7 +2,9 @@
 
 import pytest
 
+from hardpoint.configuration.names_of_vllm import KEYS
 from hardpoint.vllm import EngineArgs
+from hardpoint.vllm.arguments import ARGUMENTS
 from hardpoint.vllm.configs import CompilationConfig, PoolerConfig
 from hardpoint.vllm.serve import read_flags
 from hardpoint.vllm.special import translate
@@ -172,3 +174,9 @@ def test_a_file_of_arguments_is_read(tmp_path):
     flags = read_flags(f"acme/model --config {path}")
     assert "port = 9001" in flags.toml
     assert "enforce_eager = true" in flags.toml
+
+
+def test_hardpoints_own_errors_advise_the_same_keys():
+    names = {n: a for n, a in ARGUMENTS.items() if a.effect == "key" and n in KEYS}
+    assert len(names) > 30
+    assert {n: a.target for n, a in names.items()} == {n: KEYS[n] for n in names}

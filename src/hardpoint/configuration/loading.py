@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
+from hardpoint.configuration.names_of_vllm import key_hint
 from hardpoint.configuration.whole_numbers import whole_number
 from hardpoint.errors import shown
 from hardpoint.host.registry.discovery import InstalledPlugin, discover
@@ -273,8 +274,11 @@ class ConfigBuilder:
             return convert(self._tree, self._type, path=""), config_sources
         except ConfigError as error:
             message = str(error)
-            declarer = _declarer_of(unknown[0]) if message.startswith(tuple(unknown)) else ""
-            raise ConfigError(config_sources.locate(message + declarer)) from None
+            if message.startswith(tuple(unknown)):
+                if hint := key_hint(unknown[0]):
+                    message = f"{unknown[0]}: unknown field"
+                message += hint or _declarer_of(unknown[0])
+            raise ConfigError(config_sources.locate(message)) from None
 
     def discard(self, steps: Sequence[str | int]) -> bool:
         """Remove the innermost value on a path; return whether there was one."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.calls.streams import OutputStream
+from hardpoint.configuration.names_of_vllm import key_hint
 from hardpoint.plugins import RequestError
+from hardpoint.typed import suggest
 
-__all__ = ["ASYNC_NAMES", "SYNC_NAMES", "OldClassNames", "old_member"]
+__all__ = ["ASYNC_NAMES", "SYNC_NAMES", "ModelClass", "old_member"]
 
 _UNTIL = "the old name works until hardpoint 0.3"
 
@@ -71,8 +74,20 @@ ASYNC_NAMES: Mapping[str, str] = _SHARED | {
 """The same of AsyncLLM."""
 
 
-class OldClassNames(type):
-    """Metaclass of LLM and AsyncLLM, for the old name of a class method."""
+class ModelClass(type):
+    """Metaclass of LLM and AsyncLLM: the old name of a class method, and unknown arguments."""
+
+    if not TYPE_CHECKING:  # which take the arguments from `__init__`
+
+        def __call__(cls, *args: Any, **named: Any) -> Any:
+            """Return an instance; the error of an unknown argument advises what to use."""
+            known = inspect.signature(cls.__init__).parameters
+            is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+            if unknown := [name for name in named if name not in known and not is_open]:
+                advice = key_hint(unknown[0]) or suggest(unknown[0], list(known)[1:])
+                message = f"got an unexpected keyword argument {unknown[0]!r}{advice}"
+                raise TypeError(f"{cls.__name__}() {message}")
+            return super().__call__(*args, **named)
 
     def __getattr__(cls, name: str) -> Any:
         if name != "from_resolved":

@@ -269,7 +269,7 @@ PATHS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 """By module of vLLM, "" for `vllm` itself: names by the module here that has them."""
 
-_SERVER = "the HTTP server is `hardpoint serve`; docs/serving.md"
+_SERVER = 'the HTTP server is `hardpoint serve --from-vllm "<flags>"`; docs/serving.md'
 _SCHEDULERS = "schedulers: docs/write-a-scheduler.md"
 _KV_CACHE = "the KV cache: docs/write-kv-cache-plugins.md"
 _WORKERS = "code in workers is a step part: docs/step-parts.md"

@@ -77,6 +77,7 @@ class LLM(ShownModel, SyncCaller, VllmGetters, metaclass=ModelClass):
     | `collective_rpc` | call a method of every worker |
     | `metrics` | the metrics of the stat sinks, in Prometheus's text format |
     | `config`, `tokenizer` | the configuration; the model's tokenizer |
+    | `get_tokenizer`, `get_default_sampling_params`, `get_metrics` | as vLLM names them |
     | `llm_engine` | the engine, for programs that step it themselves |
     | `close` | release model, cache and processes |
 

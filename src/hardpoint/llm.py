@@ -24,7 +24,7 @@ from .calls.adapters import AdapterGroup
 from .calls.debug import DebugGroup
 from .calls.engines import EngineGroup
 from .calls.groups import open_engine, sync_groups
-from .calls.model import ModelGroup, ShownModel, VllmGetters, chat_params
+from .calls.model import ModelGroup, ShownModel, chat_params
 from .calls.plugins import PluginGroup
 from .calls.pooling import (
     paired_scores,
@@ -56,7 +56,7 @@ from .requests import (
 __all__ = ["LLM", "open_resolved"]
 
 
-class LLM(ShownModel, SyncCaller, VllmGetters, metaclass=ModelClass):
+class LLM(ShownModel, SyncCaller, metaclass=ModelClass):
     """A model that generates text, or vectors of texts.
 
     | Member | Use |
@@ -77,7 +77,6 @@ class LLM(ShownModel, SyncCaller, VllmGetters, metaclass=ModelClass):
     | `collective_rpc` | call a method of every worker |
     | `metrics` | the metrics of the stat sinks, in Prometheus's text format |
     | `config`, `tokenizer` | the configuration; the model's tokenizer |
-    | `get_tokenizer`, `get_default_sampling_params`, `get_metrics` | as vLLM names them |
     | `llm_engine` | the engine, for programs that step it themselves |
     | `close` | release model, cache and processes |
 

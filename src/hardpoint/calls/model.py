@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from hardpoint.chat import Chat, Messages
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.images import PromptImages
-from hardpoint.plugins import EngineConfig, SamplingParams, Tokenizer
+from hardpoint.plugins import EngineConfig, SamplingParams
 from hardpoint.plugins.request_options import ChatOptions
 from hardpoint.requests import make_extras, takes_options
 from hardpoint.typed import copied, is_list
@@ -18,7 +18,7 @@ from .running import AsyncRequests, SyncRequests
 if TYPE_CHECKING:
     from hardpoint.process.async_engine import AsyncEngine
 
-__all__ = ["AsyncModelGroup", "ModelGroup", "ShownModel", "VllmGetters", "chat_params"]
+__all__ = ["AsyncModelGroup", "ModelGroup", "ShownModel", "chat_params"]
 
 
 class ShownModel:
@@ -164,32 +164,3 @@ class AsyncModelGroup:
             RequestError: the text cannot be encoded.
         """
         return await self._engine.tokenise(text, add_special_tokens=add_special_tokens)
-
-
-class VllmGetters:
-    """Members of `LLM` under their names in vLLM."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def tokenizer(self) -> Tokenizer:
-            """The model's tokenizer."""
-
-        @property
-        def model(self) -> ModelGroup:
-            """The group `model`."""
-
-        def metrics(self) -> str:
-            """Return the metrics."""
-
-    def get_tokenizer(self) -> Tokenizer:
-        """Return `tokenizer`."""
-        return self.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return `model.default_sampling_params()`."""
-        return self.model.default_sampling_params()
-
-    def get_metrics(self) -> str:
-        """Return `metrics()`."""
-        return self.metrics()

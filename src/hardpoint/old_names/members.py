@@ -1,4 +1,4 @@
-"""Old names of members of LLM and AsyncLLM; each works until 0.3, with a DeprecationWarning."""
+"""Names of members that are not shown: old ones, which warn and work until 0.3, and vLLM's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,13 @@ ASYNC_NAMES: Mapping[str, str] = _SHARED | {
 }
 """The same of AsyncLLM."""
 
+_GETTERS: Mapping[str, Callable[[Any], Any]] = {
+    "get_tokenizer": attrgetter("tokenizer"),
+    "get_default_sampling_params": lambda llm: llm.model.default_sampling_params(),
+    "get_metrics": lambda llm: llm.metrics(),
+}
+"""Calls of LLM that programs written for vLLM make; they stay."""
+
 
 class ModelClass(type):
     """Metaclass of LLM and AsyncLLM: the old name of a class method, and unknown arguments."""
@@ -101,15 +108,17 @@ class ModelClass(type):
 
 
 def old_member(llm: object, owner: str, name: str, names: Mapping[str, str]) -> Any:
-    """Return a member by its old name, and warn the caller of `__getattr__`, which calls this.
+    """Return a member by a name that is not shown; warn the caller of `__getattr__` of old ones.
 
     Args:
         owner: LLM or AsyncLLM.
         names: new names by the old ones.
 
     Raises:
-        AttributeError: it is not an old name.
+        AttributeError: there is no such name.
     """
+    if owner == "LLM" and name in _GETTERS:
+        return functools.partial(_GETTERS[name], llm)
     if (new := names.get(name)) is None:
         raise AttributeError(f"{type(llm).__name__!r} object has no attribute {name!r}")
     is_function = new == "OutputStream.fork"

@@ -45,6 +45,7 @@ __all__ = [
     "make_requests",
     "prompt_list",
     "takes_options",
+    "unexpected_keyword",
     "with_output_kind",
     "with_place",
 ]
@@ -95,6 +96,17 @@ _DOCS = (
 )
 
 
+def unexpected_keyword(call: str, name: str, known: list[str], advice: str = "") -> TypeError:
+    """Return the error of an unknown keyword argument of a call.
+
+    Args:
+        call: its name.
+        advice: ends the message; "" is the nearest of the known names.
+    """
+    hint = advice or suggest(name, known)
+    return TypeError(f"{call}() got an unexpected keyword argument {name!r}{hint}")
+
+
 def takes_options(call: Call) -> Call:
     """Check the keywords of a call with `**options: Unpack[...]` as its last parameter.
 
@@ -113,10 +125,7 @@ def takes_options(call: Call) -> Call:
     def checked(*args: Any, **keywords: Any) -> Any:
         for name in keywords:
             if name not in known:
-                raise TypeError(
-                    f"{call.__qualname__}() got an unexpected keyword argument {name!r}"
-                    f"{suggest(name, known)}"
-                )
+                raise unexpected_keyword(call.__qualname__, name, known)
         return call(*args, **keywords)
 
     checked.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Names of vLLM: what errors of unknown arguments advise, and getters of LLM."""
+"""Errors of unknown arguments that vLLM has, and getters of LLM under names of vLLM."""
 
 from __future__ import annotations
 

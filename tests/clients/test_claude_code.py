@@ -20,7 +20,7 @@ CALL = (
 
 
 class _CallingEngine(DeltaEngine):
-    """Calls Bash once per conversation, if `calls_tools`; then answers with a text."""
+    """Calls Bash once per conversation if `calls_tools`, then answers with a text."""
 
     calls_tools = False
 
@@ -33,7 +33,7 @@ class _CallingEngine(DeltaEngine):
 
 @pytest.fixture
 def claude(tmp_path, node_modules):
-    """Runs `claude -p` with a prompt against an engine; returns the engine and the result."""
+    """A function that runs `claude -p` with a prompt and returns an engine and the result."""
     program = node_modules / ".bin" / "claude"
     if not program.exists():
         pytest.skip("needs @anthropic-ai/claude-code of npm, which scripts/test --all installs")

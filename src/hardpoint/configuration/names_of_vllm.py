@@ -63,6 +63,6 @@ KEYS: Mapping[str, str] = {
 
 
 def key_hint(name: str) -> str:
-    """Return which key an argument of vLLM is here, as the end of a message; "" of other names."""
+    """Return the end of a message with the key for an argument of vLLM, or "" for other names."""
     key = KEYS.get(name.replace("-", "_"))
     return f"; vLLM's {name} is {key} in the configuration" if key else ""

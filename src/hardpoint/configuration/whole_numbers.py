@@ -12,7 +12,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number of a text such as `1e3`, `4k` (4000) or `4K` (4096); None for others."""
+    """Return the number of a text such as `1e3`, `4k` (4000) or `4K` (4096), or None."""
     match = _WHOLE.fullmatch(text)
     if match is None:
         return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.calls.streams import OutputStream
 from hardpoint.configuration.names_of_vllm import key_hint
 from hardpoint.plugins import RequestError
-from hardpoint.typed import suggest
+from hardpoint.requests import unexpected_keyword
 
 __all__ = ["ASYNC_NAMES", "SYNC_NAMES", "ModelClass", "old_member"]
 
@@ -78,7 +78,7 @@ _GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "get_default_sampling_params": lambda llm: llm.model.default_sampling_params(),
     "get_metrics": lambda llm: llm.metrics(),
 }
-"""Calls of LLM that programs written for vLLM make; they stay."""
+"""Calls of LLM in programs written for vLLM."""
 
 
 class ModelClass(type):
@@ -87,13 +87,12 @@ class ModelClass(type):
     if not TYPE_CHECKING:  # which take the arguments from `__init__`
 
         def __call__(cls, *args: Any, **named: Any) -> Any:
-            """Return an instance; the error of an unknown argument advises what to use."""
+            """Return an instance, or raise the error of an unknown argument with advice."""
             known = inspect.signature(cls.__init__).parameters
             is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-            if unknown := [name for name in named if name not in known and not is_open]:
-                advice = key_hint(unknown[0]) or suggest(unknown[0], list(known)[1:])
-                message = f"got an unexpected keyword argument {unknown[0]!r}{advice}"
-                raise TypeError(f"{cls.__name__}() {message}")
+            for name in named:
+                if name not in known and not is_open:
+                    raise unexpected_keyword(cls.__name__, name, list(known)[1:], key_hint(name))
             return super().__call__(*args, **named)
 
     def __getattr__(cls, name: str) -> Any:
@@ -108,7 +107,7 @@ class ModelClass(type):
 
 
 def old_member(llm: object, owner: str, name: str, names: Mapping[str, str]) -> Any:
-    """Return a member by a name that is not shown; warn the caller of `__getattr__` of old ones.
+    """Return a member by a name that is not shown, with a warning for the caller if it is old.
 
     Args:
         owner: LLM or AsyncLLM.

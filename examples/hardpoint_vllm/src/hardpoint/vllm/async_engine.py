@@ -25,7 +25,10 @@ EngineGenerateError = HardpointError
 
 
 class _Engine(ConfigFields):
-    """vLLM V0's engine behind an AsyncLLMEngine; the errors of other members name counterparts."""
+    """vLLM V0's engine behind an AsyncLLMEngine.
+
+    The errors of other members name counterparts.
+    """
 
     def __getattr__(self, name: str) -> Any:
         raise no_member("engine", name)

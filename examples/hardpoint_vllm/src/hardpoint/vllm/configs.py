@@ -119,7 +119,7 @@ class CUDAGraphMode(IntEnum):
 
 
 class DynamicShapesType(StrEnum):
-    """The sizes that vLLM compiles for; nothing here."""
+    """The sizes that vLLM compiles for, which nothing reads here."""
 
     BACKED = "backed"
     UNBACKED = "unbacked"

@@ -231,7 +231,7 @@ class Activity:
         try:
             data = self._read(_HEADER_BYTES, self._lengths[_NUM_CALLS_BYTES])
             return msgspec.json.decode(data, type=list[PluginCall])[number - 1]
-        except (msgspec.DecodeError, IndexError):  # it died while it wrote them
+        except (ValueError, IndexError):  # it died while it wrote them
             return None
 
     def _in_step(self) -> frozenset[str] | None:
@@ -240,7 +240,7 @@ class Activity:
             return None
         try:
             return frozenset(msgspec.json.decode(self._read(_REQUESTS_AT, length), type=list[str]))
-        except msgspec.DecodeError:
+        except ValueError:
             return None
 
     def _read(self, start: int, length: int) -> bytes:

@@ -71,9 +71,9 @@ _PROBLEMS = {
 
 def _problem(cause: msgspec.DecodeError | UnicodeDecodeError) -> str:
     """Return the rest of a message that begins with "body: expected JSON"."""
-    if isinstance(cause, UnicodeDecodeError):
-        return " in UTF-8"
     text, _, _ = str(cause).partition(" - at ")
+    if isinstance(cause, UnicodeDecodeError) or text == "Invalid UTF-8 encoded string":
+        return " in UTF-8"  # the first before msgspec 0.23
     match = _POSITION.fullmatch(text)
     kind, place = (match[1], f" at byte {match[2]}") if match else (text, "")
     return f", got {_PROBLEMS.get(kind, 'something else')}{place}"

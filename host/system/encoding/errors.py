@@ -33,6 +33,7 @@ _MAX_LENGTH = 500
 _PHRASES = {
     "MessagePack data is malformed": "the frame is damaged",
     "Input data was truncated": "the frame is truncated",
+    "Invalid UTF-8 encoded string": "a string is no UTF-8",
     "Object contains unknown": "unknown",
     "Object missing": "missing",
 }
@@ -51,7 +52,7 @@ def explain(cause: Exception, type_: Any, name: str | None = None) -> str:
     if isinstance(cause, RecursionError):
         return f"{name}: nested too deeply"
     if isinstance(cause, UnicodeDecodeError):
-        return f"{name}: a string is no UTF-8: {cause.reason}"
+        return f"{name}: a string is no UTF-8"  # before msgspec 0.23
     text, steps, in_key = parse_error(str(cause))
     where = field_path(type_, steps, name)
     for theirs, ours in _PHRASES.items():

@@ -42,9 +42,9 @@ def examples(count: int, **options: object) -> settings:
 
 
 def kit_examples(share: float = 1.0) -> float:
-    """Return `examples` of a conformance suite: a part of the kit's cases, in `nightly` more.
+    """Return `examples` of a conformance suite: in `nightly` those that plugin authors run.
 
     Args:
         share: share of that in `nightly`, for a suite like another one.
     """
-    return 2.0 * share if searches_long() else 0.05
+    return share if searches_long() else 0.05

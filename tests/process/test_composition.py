@@ -214,7 +214,10 @@ def as_deltas(job: Job) -> Job:
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", ANY_RANKS)
 def test_streamed_deltas_join_to_the_whole(scripted, expected, tmp_path, ranks):
-    """For its first steps, the engine waits until the outputs of the step before are taken."""
+    """For its first steps, the engine waits until the pacemaker's output before is taken.
+
+    Stages work on two steps at once, and so on one before the outputs of another are taken.
+    """
     turn = tmp_path / "turn"
     engine = open_engine(
         scripted, TIGHT | ranks | {"plugins": {"enable": ["support.plugins.pacing:Turns"]}}
@@ -225,9 +228,11 @@ def test_streamed_deltas_join_to_the_whole(scripted, expected, tmp_path, ranks):
     streams: dict[str, list] = {}
     for job in with_stop_strings():
         engine.add_request(*as_deltas(job))
+    turn.touch()
     while engine.has_unfinished_requests():
-        turn.touch()
         for output in engine.step():
+            if output.request_id == "pacemaker":
+                turn.touch()
             streams.setdefault(output.request_id, []).append(output)
     engine.close()
     assert len(streams.pop("pacemaker")) == 30

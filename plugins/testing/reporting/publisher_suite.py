@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import Counter
@@ -131,6 +132,7 @@ class KVEventPublisherSuite(GeneralComponentSuite):
     @checks(MEMORY)
     def test_memory(self) -> None:
         """Nothing grows with the number of batches."""
+        known = set(threading.enumerate())
         publisher = self._make()
 
         def use(number: int) -> list[weakref.ref[Any]]:
@@ -139,7 +141,7 @@ class KVEventPublisherSuite(GeneralComponentSuite):
             return [weakref.ref(batch)]
 
         try:
-            check_growth(publisher, use, _CALLS)
+            check_growth(publisher, use, _CALLS, known)
         finally:
             publisher.close()
 

@@ -297,7 +297,7 @@ def test_drawn_requests_get_answers_of_the_document(server, document):
 
 @pytest.mark.nightly
 def test_many_drawn_requests_get_answers_of_the_document(server, document):
-    fuzz(server, document, 1000)
+    fuzz(server, document, 200)
 
 
 def allows(document, name, body):

@@ -67,7 +67,10 @@ def test_a_broken_connector_fails_its_rule(cls, test, rule, pattern, monkeypatch
 
 @pytest.mark.nightly
 @each_broken(RANKS)
-def test_a_broken_connector_of_several_processes_fails_its_rule(cls, test, rule, pattern):
+def test_a_broken_connector_of_several_processes_fails_its_rule(
+    cls, test, rule, pattern, monkeypatch
+):
+    shorten(monkeypatch, _STORE)  # what does not come at once never does
     attributes = {"connector": cls, "options": {"path": "{folder}"}}
     assert_fails(KVConnectorSuite, attributes, test, rule, pattern)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -569,7 +570,7 @@ class StepPartSuite(StepPartHalves):
         return running
 
     def _check_memory(self, scripts: list[RequestScript]) -> None:
-        scripts = self._ready(scripts)
+        scripts, known = self._ready(scripts), set(threading.enumerate())
         halves = self._make()
         session = self._session(halves)
 
@@ -579,7 +580,7 @@ class StepPartSuite(StepPartHalves):
             return []
 
         try:
-            check_growth(SimpleNamespace(**vars(halves)), use, _REQUESTS)
+            check_growth(SimpleNamespace(**vars(halves)), use, _REQUESTS, known)
         finally:
             halves.close()
 

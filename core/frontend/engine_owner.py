@@ -60,11 +60,11 @@ class EngineOwner:
         entry = self.parts.plugins.find(call.kind, call.name)
         if entry is None or not is_third_party(entry):
             return
-        if self.parts.without(call) is None:
-            return
         message = f"the engine died {times} in {call}"
+        if self.parts.without(call, message) is None:
+            return
         _log.error("quarantined: %s", message)
-        self.use(lambda parts: parts.without(call) or parts)
+        self.use(lambda parts: parts.without(call, message) or parts)
         self._frontend.quarantine(call, message)
         if call.kind == "scheduling_policies":  # requests may still name another one, to be refused
             self._frontend.submitter.use_plugins(self.parts.plugins)

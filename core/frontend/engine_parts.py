@@ -103,13 +103,16 @@ class EngineParts:
         """Return the parts of an engine with another load configuration."""
         return dataclasses.replace(self, config=msgspec.structs.replace(self.config, load=load))
 
-    def without(self, call: PluginCall) -> EngineParts | None:
+    def without(self, call: PluginCall, why: str) -> EngineParts | None:
         """Return the parts of an engine without a plugin; None if it cannot do without.
 
         The built-in default takes the place of a policy.
+
+        Args:
+            why: for requests that still use it.
         """
         if call.kind in _DISPENSABLE:
-            plugins = self.plugins.without(call.kind, call.name)
+            plugins = self.plugins.without(call.kind, call.name, why)
             config = without_plugin(self.config, self.plugins.get(call.kind, call.name))
             return dataclasses.replace(self, config=config, plugins=plugins)
         if call.kind == "scheduling_policies":

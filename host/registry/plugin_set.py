@@ -284,12 +284,17 @@ class PluginSet:
         )
         return PluginSet(manifest, fresh.found, self._targets | targets)
 
-    def without(self, kind: str, name: str) -> PluginSet:
-        """Return the next generation, without one component of a kind of many."""
+    def without(self, kind: str, name: str, why: str) -> PluginSet:
+        """Return the next generation, without one component of a kind of many.
+
+        Args:
+            why: for requests that still use it.
+        """
         manifest = msgspec.structs.replace(
             self.manifest,
             entries=tuple(e for e in self.manifest.entries if (e.kind, e.name) != (kind, name)),
             generation=self.manifest.generation + 1,
+            quarantined={**self.manifest.quarantined, name: why},
         )
         return PluginSet(manifest, self.found, self._targets)
 

@@ -11,7 +11,7 @@ import pytest
 from support.process.harness import hangs, process_config
 from support.waiting import until
 
-from hardpoint import AsyncLLM, RequestError, SamplingParams, plugins
+from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams, plugins
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import LogitsProcessor, Phase
 
@@ -87,6 +87,23 @@ async def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quara
             await error_of(llm, "bad", plugin_args={"exits": {"after": 20}})
         params = SamplingParams(**GREEDY, max_tokens=3)
         assert [output async for output in llm.generate("x", params)][-1].finished
+
+
+def test_a_request_whose_plugin_is_quarantined_meanwhile_is_refused_by_that_name(scripted):
+    engine = {"restart": "on_failure", "max_resumes": 9}
+    config = process_config(scripted, {"plugins": {"enable": [f"{HERE}:Exits"]}, "engine": engine})
+    bad, other = (
+        SamplingParams(**GREEDY, max_tokens=400, plugin_args={"exits": {"after": after}})
+        for after in (0, 1000)
+    )
+    with LLM(config=config) as llm:
+        outputs = llm.generate(["x", "x"], [bad, other])
+        errors = [output.outputs[0].error for output in outputs]
+        assert errors[0].endswith("was in the step of 2 engines when they died; it runs no more")
+        assert errors[1].startswith(
+            "plugin_args.exits: the plugin is quarantined: the engine died 2 times within 60 s in "
+            f"apply() of plugin 'exits' ({HERE}:Exits)"
+        )
 
 
 @pytest.mark.nightly

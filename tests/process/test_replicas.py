@@ -11,10 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 from support.driving import varied_jobs
+from support.internals import engine_of
 from support.process.harness import process_config
 from support.waiting import PATIENCE_S, HeldSteps, until, wait_until
 
@@ -39,17 +41,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 
 class Kills(LogitsProcessor):
-    """Ends the process in the step before a token."""
+    """Ends the process in the step before a token, once the file `seen` exists if it has one."""
 
     contract = 1
     phase = Phase.BIAS
 
     class Arguments(plugins.Arguments):
         at: int
+        seen: str = ""
 
     def apply(self, logits, rows):
         for request, arguments in zip(rows.requests, rows.arguments(), strict=True):
             if len(request.output_token_ids) == arguments.at:
+                if arguments.seen:
+                    wait_until(Path(arguments.seen).exists, PATIENCE_S, "the tokens before")
                 os._exit(41)
         return logits
 
@@ -207,16 +212,29 @@ async def test_streams_go_on_where_they_were(scripted, tmp_path):
 
 
 @pytest.mark.nightly
-def test_one_that_kills_engines_takes_two_and_ends_no_other(scripted, expected):
+def test_one_that_kills_engines_takes_two_and_ends_no_other(scripted, expected, tmp_path):
     """The others end with the very tokens that they would have had."""
     prompts, params = mixed()
-    bad = SamplingParams(max_tokens=30, ignore_eos=True, plugin_args={"kills": {"at": 5}})
+    kills = {"at": 5, "seen": str(tmp_path / "seen")}
+    bad = SamplingParams(max_tokens=30, ignore_eos=True, plugin_args={"kills": kills})
     settings = config(scripted, 3, restart="on_failure", max_resumes=3)
+    outputs = {}
     with LLM(config=settings) as llm:
-        outputs = llm.generate([*prompts, "say abc"], [*params, bad])
-        got = [[(c.token_ids, c.text) for c in output.outputs] for output in outputs[:-1]]
+        engine = engine_of(llm)
+        for number, job in enumerate([*zip(prompts, params, strict=True), ("say abc", bad)]):
+            engine.add_request(str(number), *job)
+        last = str(len(prompts))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                outputs[output.request_id] = output
+                if output.request_id == last and len(output.outputs[0].token_ids) == 5:
+                    (tmp_path / "seen").touch()
+        got = [
+            [(c.token_ids, c.text) for c in outputs[str(number)].outputs]
+            for number in range(len(prompts))
+        ]
         assert got == [[completion[:2] for completion in completions] for completions in expected]
-        (ended,) = outputs[-1].outputs
+        (ended,) = outputs[last].outputs
         assert ended.finish_reason == "error"
         assert "exited with code 41, in apply() of plugin 'kills'" in ended.error
         assert ended.error.endswith(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -37,9 +38,11 @@ class LogitsPipeline:
         runners: runners of all processors, in the order in which they run.
         batch_size: rows of the worker's batch.
         observer: called after each stage, in steps that step parts observe; None in others.
+        quarantined: by name, why a processor was removed.
     """
 
     observer: LogitsObserver | None = None
+    quarantined: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -77,6 +80,12 @@ class LogitsPipeline:
             if runner.name == name and runner.serves(generation):
                 return runner
         return None
+
+    def why_missing(self, name: str) -> str:
+        """Return why no runner has a name: the frontend accepted a request that uses it."""
+        if why := self.quarantined.get(name):
+            return f"the plugin is quarantined: {why}"
+        return "no logits processor of that name is enabled"
 
     def _runner_of(self, name: str, request: LogitsRequest) -> ProcessorRunner:
         runner = self.runner(name, request.generation)

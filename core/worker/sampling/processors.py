@@ -74,8 +74,7 @@ class RequestArguments:
             if runner is None:
                 if name.partition("/")[0] in _ELSEWHERE:
                     continue
-                message = f"{path}: no logits processor of that name is enabled"
-                return self._rejected(RequestFault(message))
+                return self._rejected(RequestFault(f"{path}: {self._pipeline.why_missing(name)}"))
             try:
                 type_ = prepared_type(type(runner.processor))
                 arguments[name] = typed.convert(plain, type_, path=path)

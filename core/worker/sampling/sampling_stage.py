@@ -398,6 +398,7 @@ def open_stage(
     )
     keeping = open_states(spec, sampler, entry.source, activity)
     pipeline = LogitsPipeline(runners, spec.device, observed_states, keeping)
+    pipeline.quarantined = spec.plugins.manifest.quarantined
     if spec.num_draft_tokens:
         pipeline.check_drafts()
     return SamplingStage(

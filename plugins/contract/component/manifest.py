@@ -72,11 +72,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hardpoint: version of the engine.
         generation: incremented by every live change.
+        quarantined: by name, why a logits processor was removed: engines died in it.
     """
 
     hardpoint: str
     entries: tuple[PluginEntry, ...]
     generation: int = 1
+    quarantined: dict[str, str] = {}
 
     def tree(self) -> Iterator[PluginEntry]:
         """Yield all entries, each followed by the entries of the components that it wraps."""

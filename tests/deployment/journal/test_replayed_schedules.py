@@ -22,7 +22,7 @@ from hardpoint.journal.replay import replay
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_config
 
-IN_GATE, IN_ALL, OF_ONE_ENGINE = 50, 1000, 10
+IN_GATE, IN_ALL, PER_ENGINE, APART = 50, 1000, 5, 10
 TIGHT = {
     "max_model_len": 128,
     "kv_cache": {"block_size": 8, "num_blocks": 24},
@@ -36,7 +36,7 @@ STORES = {"kv_connector": {"stores": ["memory"]}, "plugin": {"memory": {"size_by
 
 
 def schedules(first: int, last: int) -> list[range]:
-    return [range(seed, seed + OF_ONE_ENGINE) for seed in range(first, last, OF_ONE_ENGINE)]
+    return [range(seed, seed + PER_ENGINE) for seed in range(first, last, APART)]
 
 
 def check_same(path, at_least: int) -> None:

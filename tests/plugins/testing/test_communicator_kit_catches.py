@@ -65,7 +65,9 @@ class InProcesses(CommunicatorSuite):
     communicator = TorchCommunicator
 
     def run_in_ranks(self, size, run):
-        with ProcessPoolExecutor(size, mp_context=get_context("spawn")) as pool:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["hardpoint.testing.running.rank_programs"])
+        with ProcessPoolExecutor(size, mp_context=context) as pool:
             return list(pool.map(run, range(size)))
 
 

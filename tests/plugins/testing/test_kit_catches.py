@@ -171,7 +171,7 @@ def test_a_broken_processor_fails_its_rule(arguments, cls, test, rule, pattern):
 )
 def test_a_broken_processor_passes_the_other_rules(cls, arguments, fails):
     others = untimed_tests(LogitsProcessorSuite) - fails.keys()
-    brief = attributes(cls, arguments, examples=kit_examples() / 2)
+    brief = attributes(cls, arguments, examples=kit_examples(0.2))
     assert messages_of(LogitsProcessorSuite, brief, others) == {}
 
 

@@ -109,8 +109,11 @@ def traced() -> Iterator[None]:
 def memory() -> dict[str, int]:
     """Return the bytes of Python objects, and of tensors on any device, by description.
 
-    Only in the body of `traced`, and of what was allocated there.
+    Only in the body of `traced`, and of what was allocated there. The interpreter's cache of
+    attributes is emptied: it holds names that C code looks up, up to thousands of equal ones.
     """
+    clear_caches = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+    clear_caches()
     gc.collect()
     allocated = tracemalloc.get_traced_memory()[0]
     storages: dict[int, int] = {}

@@ -125,6 +125,16 @@ def test_a_thread_that_catches_up_is_no_growth():
         queue.close()
 
 
+def test_names_that_the_interpreter_caches_are_no_growth():
+    """C code looks attributes up by new strings, and a cache of the interpreter keeps them."""
+
+    def use(number):
+        names = ["".join(("bit", "_length")) for _ in range(2 * number)]  # each at a new address
+        return [getattr(1, name) for name in names]
+
+    check_growth(object(), use, 40, 32, set(threading.enumerate()))
+
+
 def test_files_of_other_threads_are_not_the_components(tmp_path):
     """An engine that was closed may still keep hashes of its files in the cache folder."""
     begun = threading.Event()

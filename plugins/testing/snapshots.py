@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -141,15 +142,22 @@ def without_growth(
 def settled(
     size: Callable[[], T],
     is_smaller: Callable[[T, T], bool],
-    is_enough: Callable[[T], bool],
+    known_threads: Collection[threading.Thread],
     still_seconds: float,
     most_seconds: float,
+    is_enough: Callable[[T], bool] = lambda _: False,
 ) -> T:
-    """Return the smallest size until one is enough, or none was smaller for `still_seconds`.
+    """Return a size after threads have caught up, also those that a busy machine stops for a while.
 
-    This lets threads catch up, also those that a busy machine stops for a while.
+    It is the smallest one until one is enough, or none was smaller for `still_seconds`. Without
+    threads it is the first one.
+
+    Args:
+        known_threads: those that need not catch up.
     """
     smallest, changed_at = size(), time.monotonic()
+    if not set(threading.enumerate()).difference(known_threads):
+        return smallest
     end = changed_at + most_seconds
     while not is_enough(smallest) and time.monotonic() < min(changed_at + still_seconds, end):
         time.sleep(0.02)

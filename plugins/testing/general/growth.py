@@ -121,9 +121,8 @@ def _settled(component: Any, known_threads: Collection[threading.Thread]) -> dic
     def is_smaller(now: dict[str, int], smallest: dict[str, int]) -> bool:
         return bool(_grown(now, smallest, 1, 1024))
 
-    has_threads = bool(set(threading.enumerate()).difference(known_threads))
     size = functools.partial(_sizes, component)
-    return settled(size, is_smaller, lambda _: not has_threads, _STILL_SECONDS, _MOST_SECONDS)
+    return settled(size, is_smaller, known_threads, _STILL_SECONDS, _MOST_SECONDS)
 
 
 def _sizes(component: Any) -> dict[str, int]:

@@ -143,15 +143,14 @@ def _settled(
     known_threads: Collection[threading.Thread],
 ) -> tuple[int, int]:
     """Return the size after threads have caught up, or one of at most `wanted`."""
-    has_threads = bool(set(threading.enumerate()).difference(known_threads))
 
     def is_smaller(now: tuple[int, int], smallest: tuple[int, int]) -> bool:
         return now < smallest
 
     def is_enough(smallest: tuple[int, int]) -> bool:
-        return not has_threads or not any(map(operator.gt, smallest, wanted))
+        return not any(map(operator.gt, smallest, wanted))
 
-    return settled(size, is_smaller, is_enough, _STILL_SECONDS, _WAIT_SECONDS)
+    return settled(size, is_smaller, known_threads, _STILL_SECONDS, _WAIT_SECONDS, is_enough)
 
 
 def too_slow(name: str, seconds: float, budget_us: float) -> Violation:

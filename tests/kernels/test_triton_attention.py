@@ -141,35 +141,51 @@ class Step:
             cache = dequantize_heads(cache, scales, torch.float32)
         return out.cpu(), cache.cpu()
 
-    def twin(self, kept: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the right results, of the sequences that are no padding, and the cache.
+    def written(self) -> torch.Tensor:
+        """Return the cache with the keys and values of the step; of codes, as numbers."""
+        cache, (_, k, v) = self.cache.clone(), self._real()
+        if self.layer.cache_dtype != "auto":
+            k, v, cache = (self._coded(side) for side in (rotate_heads(k), v, cache))
+        blocks, places = self._real_slots()
+        cache[blocks, 0, :, places], cache[blocks, 1, :, places] = k, v
+        return cache
+
+    def twin(self, cache: torch.Tensor) -> torch.Tensor:
+        """Return the right results, of the sequences that are no padding.
 
         Args:
-            kept: a cache from which the keys and values of the step are taken.
+            cache: has the keys and values of the step.
         """
-        layer, cache = self.layer, self.cache.clone()
-        real = self.slots >= 0
-        q, k, v = (part[real] for part in self.qkv)
-        if self.angles is not None:
-            q, k = (rotate(part, self.angles[real]) for part in (q, k))
+        layer, (q, _, _) = self.layer, self._real()
         if layer.cache_dtype != "auto":
             q = rotate_heads(q)
-            k, v, cache = (self._coded(side) for side in (rotate_heads(k), v, cache))
-        if kept is not None:
-            k, v = (side.transpose(1, 2).flatten(0, 1)[self.slots[real]] for side in kept.unbind(1))
+        blocks, places = self._real_slots()
+        k, v = (cache[blocks, side, :, places] for side in range(2))
         given_parts = [
             (*part, blocks) for part, blocks in zip(self.parts, self.blocks, strict=True) if part[1]
         ]
-        counts, lengths, blocks = zip(*given_parts, strict=True)
+        counts, lengths, tables = zip(*given_parts, strict=True)
         sides = (cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2))
         sees = self.sees and [
             sees for sees, part in zip(self.sees, self.parts, strict=True) if part[1]
         ]
-        sequences = PagedSequences(counts, lengths, blocks, sees)
-        expected = paged_attention(
+        sequences = PagedSequences(counts, lengths, tables, sees)
+        return paged_attention(
             (q, k, v), sides, sequences, layer.scale, layer.window, layer.softcap, layer.sinks
         )
-        return expected, cache
+
+    def _real(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k and v of the sequences that are no padding, turned."""
+        real = self.slots >= 0
+        q, k, v = (part[real] for part in self.qkv)
+        if self.angles is not None:
+            q, k = (rotate(part, self.angles[real]) for part in (q, k))
+        return q, k, v
+
+    def _real_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return their blocks, and the places in them."""
+        slots = self.slots[self.slots >= 0]
+        return slots // self.layer.block_size, slots % self.layer.block_size
 
     def _coded(self, x: torch.Tensor) -> torch.Tensor:
         """Return heads after they were written as codes and read, float32."""
@@ -177,8 +193,8 @@ class Step:
 
     def check(self) -> None:
         out, cache = self.run()
-        _, written = self.twin()
-        expected, _ = self.twin(cache)  # a neighboring code of a key may change a result by much
+        written = self.written()
+        expected = self.twin(cache)  # a neighboring code of a key may change a result by much
         real, limit = self.slots >= 0, LIMITS[self.layer.dtype]
         assert out.dtype == self.layer.dtype
         # The interpreter cuts bfloat16 off, where a GPU rounds.
@@ -426,7 +442,7 @@ def test_tensors_give_the_sizes_and_the_host_only_their_limits() -> None:
     """A recorded step has upper bounds, and runs with later contents of its tensors."""
     layer = Layer(4, 2, 16, 16)
     step = Step(layer, [(1, 40), (1, 300), (1, 7)], longest=1000)
-    expected = step.twin()[0]
+    expected = step.twin(step.written())
     paged = step.paged
     step.paged = replace(paged, lens=torch.zeros_like(paged.lens))
     assert not step.run()[0].any()

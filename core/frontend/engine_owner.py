@@ -14,7 +14,7 @@ from hardpoint.host.live.driver import ChangeOwner
 from hardpoint.host.registry.discovery import is_third_party
 from hardpoint.plugins.config_tables import LoadConfig
 
-from .engine_parts import EngineParts
+from .engine_parts import REMOVABLE_KINDS, EngineParts
 from .frontend import Frontend
 
 _log = logging.getLogger("hardpoint")
@@ -58,13 +58,11 @@ class EngineOwner:
 
     def _quarantine(self, call: PluginCall, times: str) -> None:
         entry = self.parts.plugins.find(call.kind, call.name)
-        if entry is None or not is_third_party(entry):
+        if entry is None or not is_third_party(entry) or call.kind not in REMOVABLE_KINDS:
             return
         message = f"the engine died {times} in {call}"
-        if self.parts.without(call, message) is None:
-            return
         _log.error("quarantined: %s", message)
-        self.use(lambda parts: parts.without(call, message) or parts)
+        self.use(lambda parts: parts.without(call, message))
         self._frontend.quarantine(call, message)
         if call.kind == "scheduling_policies":  # requests may still name another one, to be refused
             self._frontend.submitter.use_plugins(self.parts.plugins)

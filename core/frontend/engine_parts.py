@@ -27,7 +27,9 @@ from hardpoint.plugins.config_tables import KVCacheConfig, LoadConfig, Scheduler
 
 T = TypeVar("T")
 
-_DISPENSABLE = frozenset({"logits_processors", "kv_event_publishers", "hooks"})
+_OPTIONAL_KINDS = frozenset({"logits_processors", "kv_event_publishers", "hooks"})
+REMOVABLE_KINDS = _OPTIONAL_KINDS | {"scheduling_policies", "eviction_policies"}
+"""Kinds of which an engine goes on without a plugin."""
 
 
 @dataclass(frozen=True)
@@ -103,27 +105,23 @@ class EngineParts:
         """Return the parts of an engine with another load configuration."""
         return dataclasses.replace(self, config=msgspec.structs.replace(self.config, load=load))
 
-    def without(self, call: PluginCall, why: str) -> EngineParts | None:
-        """Return the parts of an engine without a plugin; None if it cannot do without.
+    def without(self, call: PluginCall, why: str) -> EngineParts:
+        """Return the parts of an engine without a plugin of one of `REMOVABLE_KINDS`.
 
         The built-in default takes the place of a policy.
 
         Args:
             why: for requests that still use it.
         """
-        if call.kind in _DISPENSABLE:
+        if call.kind in _OPTIONAL_KINDS:
             plugins = self.plugins.without(call.kind, call.name, why)
             config = without_plugin(self.config, self.plugins.get(call.kind, call.name))
             return dataclasses.replace(self, config=config, plugins=plugins)
         if call.kind == "scheduling_policies":
             policy = SchedulerConfig().policy
             return self.with_settings(with_policy(self.settings, policy, {}, "default"))
-        if call.kind == "eviction_policies":
-            kv_cache = msgspec.structs.replace(
-                self.config.kv_cache, eviction=KVCacheConfig().eviction
-            )
-            config = msgspec.structs.replace(self.config, kv_cache=kv_cache)
-            fresh = resolve_plugins(config, self.config_sources, self.plugins.found)
-            plugins = self.plugins.successor(fresh, {call.kind})
-            return dataclasses.replace(self, config=config, plugins=plugins)
-        return None
+        kv_cache = msgspec.structs.replace(self.config.kv_cache, eviction=KVCacheConfig().eviction)
+        config = msgspec.structs.replace(self.config, kv_cache=kv_cache)
+        fresh = resolve_plugins(config, self.config_sources, self.plugins.found)
+        plugins = self.plugins.successor(fresh, {call.kind})
+        return dataclasses.replace(self, config=config, plugins=plugins)

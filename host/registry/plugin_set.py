@@ -279,8 +279,12 @@ class PluginSet:
             if key[0] in changed and (key not in self._targets or was.get(key) != now.get(key))
         }
         generation = self.manifest.generation + 1
+        enabled = {entry.name for entry in entries}
         manifest = msgspec.structs.replace(
-            self.manifest, entries=tuple(entries), generation=generation
+            self.manifest,
+            entries=tuple(entries),
+            generation=generation,
+            quarantined={n: w for n, w in self.manifest.quarantined.items() if n not in enabled},
         )
         return PluginSet(manifest, fresh.found, self._targets | targets)
 

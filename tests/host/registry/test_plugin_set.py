@@ -141,3 +141,16 @@ class TestLookUp:
         )
         assert plugins.one("samplers").origin == "sampler.use (argument)"
         assert plugins.get("logits_processors", "min_p").origin == "default"
+
+
+def test_a_plugin_that_is_enabled_again_is_no_longer_quarantined(installed):
+    for name in ("dry", "wet"):
+        installed.offer(f"logits_processors/{name}", component(LogitsProcessor))
+    enabled = installed.resolve(plugins={"enable": ["dry", "wet"]})
+    left = enabled
+    for name in ("dry", "wet"):
+        left = left.without("logits_processors", name, "it died")
+    with_dry = installed.resolve(plugins={"enable": ["dry"]})
+    now = left.successor(with_dry, {"logits_processors"})
+    assert now.manifest.quarantined == {"wet": "it died"}
+    assert now.find("logits_processors", "dry")

@@ -111,7 +111,7 @@ class EngineCoreParts:
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return the state of the scheduler, with the totals of step parts."""
-        stats = self.scheduler.stats()
+        stats = checked(self.scheduler.stats(), Scheduler, "stats", self.scheduler_label)
         self.step_parts.add_stats(stats)
         if self.step_cost is not None:
             stats.step_cost_error = self.step_cost.current().error

@@ -311,6 +311,7 @@ class Scheduler(Component):
         of a connector are work, since they use memory.
         """
 
+    @returns(instance(SchedulerStats))
     @abstractmethod
     def stats(self) -> SchedulerStats:
         """Return current statistics."""

@@ -467,6 +467,7 @@ CHECKED = [
     ("loaders", "formats", [], "gave [], expected a WeightFormat per name"),
     ("samplers", "sample", None, "expected token ids int64 [2] on cpu, got None"),
     ("schedulers", "schedule", None, "returned NoneType, expected SchedulerOutput"),
+    ("schedulers", "stats", None, "returned NoneType, expected SchedulerStats"),
     ("schedulers", "update", None, "returned NoneType, expected dict"),
     ("executors", "execute_model", None, "returned NoneType, expected Future"),
     ("grammars", "validate", 1, "returned 1, expected text or None"),

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _OPTIONAL_KINDS = frozenset({"logits_processors", "kv_event_publishers", "hooks"})
 REMOVABLE_KINDS = _OPTIONAL_KINDS | {"scheduling_policies", "eviction_policies"}
-"""Kinds of which an engine goes on without a plugin."""
+"""Kinds of plugins that a running engine can lose."""
 
 
 @dataclass(frozen=True)

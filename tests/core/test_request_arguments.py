@@ -113,6 +113,18 @@ def test_a_parser_gets_them_for_its_request_alone(engine):
     assert len(Tagged.OPEN) == 1
 
 
+@pytest.mark.parametrize("name", ["tagged", "reasoning_parsers/tagged"])
+def test_a_parser_that_a_request_chooses_gets_no_arguments(engine, name):
+    words = refused(engine, {name: {"tag": "hm"}}, reasoning_parser="think_tags")
+    assert words == (
+        "plugin_args.tagged: expected none where reasoning_parser or tool_parser chooses a parser, "
+        "which gets no arguments"
+    )
+    assert not engine.has_unfinished_requests()
+    engine.add_request("r", "so <think>", params(reasoning_parser="think_tags"))
+    assert order(engine) == ["r"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

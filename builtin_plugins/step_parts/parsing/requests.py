@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hardpoint import typed
 from hardpoint.errors import HardpointError, RequestError
 from hardpoint.plugins import EngineCoreRequest, OutputParser
+from hardpoint.plugins.text import ComponentWithArguments
 from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import prepared_type
 
 from .choice import ConfiguredParsers
-
-if TYPE_CHECKING:
-    from hardpoint.plugins.text.arguments import ComponentWithArguments
 
 
 class RequestParsers:

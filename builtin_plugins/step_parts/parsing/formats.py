@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hardpoint.errors import PluginFaultError, RequestError
 from hardpoint.plugins import (
     CompletionOutput,
     EngineCoreRequest,
@@ -71,7 +72,10 @@ class ParsedFormat(OutputFormat):
         sought: SoughtCalls | None = None
         if requested is not None and (form is None or form.structural_tag is not None):
             sought = SoughtCalls(requested.tools, self.answer)
-        state = self._parsers.open(request.known_prompt_ids, sought)
+        try:
+            state = self._parsers.open(request.known_prompt_ids, sought)
+        except RequestError as refusal:  # for the markers of a parser, which it names
+            raise PluginFaultError(str(refusal)) from refusal
         if state is None:
             return None
         return ParsedReader(

@@ -279,12 +279,12 @@ class PluginSet:
             if key[0] in changed and (key not in self._targets or was.get(key) != now.get(key))
         }
         generation = self.manifest.generation + 1
-        enabled = {entry.name for entry in entries}
+        enabled = {f"{entry.kind}/{entry.name}" for entry in entries}
         manifest = msgspec.structs.replace(
             self.manifest,
             entries=tuple(entries),
             generation=generation,
-            quarantined={n: w for n, w in self.manifest.quarantined.items() if n not in enabled},
+            quarantined={k: w for k, w in self.manifest.quarantined.items() if k not in enabled},
         )
         return PluginSet(manifest, fresh.found, self._targets | targets)
 
@@ -298,7 +298,7 @@ class PluginSet:
             self.manifest,
             entries=tuple(e for e in self.manifest.entries if (e.kind, e.name) != (kind, name)),
             generation=self.manifest.generation + 1,
-            quarantined={**self.manifest.quarantined, name: why},
+            quarantined={**self.manifest.quarantined, f"{kind}/{name}": why},
         )
         return PluginSet(manifest, self.found, self._targets)
 

@@ -33,16 +33,15 @@ class LogitsPipeline:
         runners: in the order in which they run.
         sampler: keeps the states of the sampler; None without any.
         observed_states: states of requests from before; None if there are none.
+        quarantined: by kind/name, why a component was removed.
 
     Attributes:
         runners: runners of all processors, in the order in which they run.
         batch_size: rows of the worker's batch.
         observer: called after each stage, in steps that step parts observe; None in others.
-        quarantined: by name, why a processor was removed.
     """
 
     observer: LogitsObserver | None = None
-    quarantined: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -50,9 +49,11 @@ class LogitsPipeline:
         device: torch.device,
         observed_states: ObservedStates | None = None,
         sampler: ProcessorRunner | None = None,
+        quarantined: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.observed_states = ObservedStates() if observed_states is None else observed_states
         self.batch_size = 0
+        self._quarantined = quarantined
         self._device = device
         self._active: list[ActiveRows] = []
         self._advancing: list[ProcessorRunner] = []
@@ -83,7 +84,7 @@ class LogitsPipeline:
 
     def why_missing(self, name: str) -> str:
         """Return why no runner has a name: the frontend accepted a request that uses it."""
-        if why := self.quarantined.get(name):
+        if why := self._quarantined.get(f"logits_processors/{name}"):
             return f"the plugin is quarantined: {why}"
         return "no logits processor of that name is enabled"
 

@@ -397,8 +397,9 @@ def open_stage(
         entry, SamplerContext, device=spec.device, vocab_size=spec.model_config.vocab_size, ops=ops
     )
     keeping = open_states(spec, sampler, entry.source, activity)
-    pipeline = LogitsPipeline(runners, spec.device, observed_states, keeping)
-    pipeline.quarantined = spec.plugins.manifest.quarantined
+    pipeline = LogitsPipeline(
+        runners, spec.device, observed_states, keeping, spec.plugins.manifest.quarantined
+    )
     if spec.num_draft_tokens:
         pipeline.check_drafts()
     return SamplingStage(

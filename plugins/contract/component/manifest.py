@@ -72,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hardpoint: version of the engine.
         generation: incremented by every live change.
-        quarantined: by name, why a logits processor was removed: engines died in it.
+        quarantined: by kind/name, why a component was removed: engines died in it.
     """
 
     hardpoint: str

@@ -146,11 +146,14 @@ class TestLookUp:
 def test_a_plugin_that_is_enabled_again_is_no_longer_quarantined(installed):
     for name in ("dry", "wet"):
         installed.offer(f"logits_processors/{name}", component(LogitsProcessor))
-    enabled = installed.resolve(plugins={"enable": ["dry", "wet"]})
-    left = enabled
+    left = installed.resolve(plugins={"enable": ["dry", "wet"]})
     for name in ("dry", "wet"):
         left = left.without("logits_processors", name, "it died")
+    left = left.without("hooks", "dry", "it died, too")
     with_dry = installed.resolve(plugins={"enable": ["dry"]})
     now = left.successor(with_dry, {"logits_processors"})
-    assert now.manifest.quarantined == {"wet": "it died"}
+    assert now.manifest.quarantined == {
+        "logits_processors/wet": "it died",
+        "hooks/dry": "it died, too",
+    }
     assert now.find("logits_processors", "dry")

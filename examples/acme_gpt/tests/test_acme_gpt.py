@@ -92,6 +92,7 @@ def test_text_comes_back_with_whole_characters(path):
     ("damage", "message"),
     [
         (lambda data: data[:-4], r"norm\.bias: 128 bytes are wanted, 124 are left"),
+        (lambda data: data.replace(b"gpt 1", b"gpt 2"), "begins with b'tiny-gpt 1.n', got b'tiny"),
         (lambda data: data.replace(b'"config"', b'"konfig"'), "the header is damaged: 'config'"),
         (lambda data: data.replace(b'"num_heads": 4', b'"num_heads": 5'), "num_heads: expected a"),
     ],
@@ -100,4 +101,4 @@ def test_damaged_files_are_refused(path, tmp_path, damage, message):
     broken = tmp_path / "broken.tgpt"
     broken.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ModelError, match=message):
-        LLM(config=config(broken))
+        LLM(config=config(broken, load={"use": "tiny_gpt_file"}))

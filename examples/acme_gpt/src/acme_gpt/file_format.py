@@ -59,7 +59,10 @@ class TinyGPTFile(WeightLoader):
         """Return the JSON of the header, and where the weights begin."""
         path = self.context.files.path
         with path.open("rb") as file:
-            file.seek(len(MAGIC))
+            if (begin := file.read(len(MAGIC))) != MAGIC:
+                raise ModelError(
+                    f"{path}: expected a file that begins with {MAGIC!r}, got {begin!r}"
+                )
             line = file.readline(LONGEST_HEADER)
         try:
             header = json.loads(line)

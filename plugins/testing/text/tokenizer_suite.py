@@ -247,11 +247,11 @@ class TokenizerSuite(GeneralComponentSuite):
 
         def work(number: int) -> None:
             rounds = 0
-            sys.settrace(_sleep_at_lines)
+            _trace(_sleep_at_lines)
             while not wrong and (rounds < _THREADS_ROUNDS or time.monotonic() < end):
                 rounds += 1
                 if rounds == _THREADS_ROUNDS:
-                    sys.settrace(None)
+                    _trace(None)
                 try:
                     result = self._results(subject, texts[number], True)
                 except Exception as cause:
@@ -621,6 +621,15 @@ def _sleep_at_lines(*_: object) -> Callable[..., Any]:
     # The interval between switches alone finds few races, and fewer on a busy machine.
     time.sleep(1e-6)
     return _sleep_at_lines
+
+
+_tracing = threading.Lock()
+
+
+def _trace(function: Callable[..., Any] | None) -> None:
+    """Set the trace function of this thread, but of one thread at a time."""
+    with _tracing:
+        sys.settrace(function)
 
 
 def _run_in_threads(calls: Sequence[Callable[[], None]]) -> None:

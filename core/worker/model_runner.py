@@ -64,8 +64,9 @@ class ModelRunner:
         sampling: SamplingStage | None,
         ranks: Ranks,
         device: torch.device,
+        finish_late: Callable[[Callable[[], ModelRunnerOutput]], ModelRunnerOutput],
     ) -> None:
-        """`sampling`: chooses the tokens; None in a rank that does not sample."""
+        """`sampling`: None in a rank that does not sample; `finish_late` runs the end of a step."""
         self.model = model
         self._calls, self.attention = calls, attention
         self._sampling, self._ranks = sampling, ranks
@@ -73,7 +74,7 @@ class ModelRunner:
         self._are_many, self._is_last = ranks.are_many, ranks.parallel.is_last
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
-        self.ops, self._device = ops, device
+        self.ops, self._device, self._finish_late = ops, device, finish_late
         self._allocated: InputBatch | None = None
         self._caches: list[Any] = []
         self.parts = WorkerParts()
@@ -345,7 +346,8 @@ class ModelRunner:
             self._finish(late)
             return None
         self._with_reports(output)
-        self._late = late, LateOutput(copy.is_complete, functools.partial(self._finish, late))
+        finish_late = functools.partial(self._finish_late, functools.partial(self._finish, late))
+        self._late = late, LateOutput(copy.is_complete, finish_late)
         return self._late[1]
 
     @torch.inference_mode()

@@ -167,6 +167,7 @@ class LocalWorker:
             stage,
             ranks,
             spec.device,
+            self._finish_late,
         )
         parts = open_parts(spec, planned, ops, ranks, self._activity, self._prepare_again)
         self._runner.use_parts(parts)
@@ -319,10 +320,20 @@ class LocalWorker:
         """Sample as `sample_tokens`, without a wait for the device if nothing needs the tokens."""
         self._use_device()
         self._settings.begin()
+        output = None
         try:
-            return self.runner.sample(bitmask, overlaps=overlaps)
+            output = self.runner.sample(bitmask, overlaps=overlaps)
         except BaseException as error:
             self._step_failed(error)
+        finally:
+            if not isinstance(output, LateOutput):
+                self._settings.end()
+        return output
+
+    def _finish_late(self, finish: Callable[[], ModelRunnerOutput]) -> ModelRunnerOutput:
+        """Finish the sampling of a step when its tokens have come."""
+        try:
+            return finish()
         finally:
             self._settings.end()
 

@@ -56,14 +56,19 @@ class StepSettings:
         self._in_flight = in_flight
         self._restored = {"threads": threads, "process": process}
         self._before: Any = None
+        self._depth = 0
 
     def begin(self) -> None:
-        """Read the settings, unless steps are in flight."""
+        """Read the settings, unless steps are in flight or this is a part of one."""
+        self._depth += 1
         if self._before is None:
             self._before = READ[0]()
 
     def end(self) -> None:
-        """Restore the settings that were read."""
+        """Restore the settings that were read, at the end of the last part."""
+        self._depth -= 1
+        if self._depth:
+            return
         before = self._before
         if not self._in_flight():
             self._before = None

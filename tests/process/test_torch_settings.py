@@ -50,14 +50,18 @@ ENTERED = []
 
 
 def crossed(*methods):
-    """Parametrize a test by methods and settings; each of them is in the short run once."""
+    """Parametrize a test by methods and settings; each of them is in the short run."""
     return pytest.mark.parametrize(
         ("method", "setting"),
         [
             pytest.param(method, setting, marks=[] if is_short else pytest.mark.nightly)
             for row, method in enumerate(methods)
             for column, setting in enumerate(CHANGES)
-            for is_short in [row == column or (row == 0 and column >= len(methods))]
+            for is_short in [
+                row == column
+                or (row == 0 and column >= len(methods))
+                or (method, setting) == ("advance", "default device")  # behind a step
+            ]
         ],
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.process.forked_python import forked_python
 from support.processes import ROOT
+from support.searching import soak_seconds
 
 from hardpoint.testing import write_scripted_model
 
@@ -89,7 +90,7 @@ def test_an_engine_finds_what_another_one_stored(tmp_path):
 @pytest.mark.parametrize("size", [1 << 24, 1 << 16], ids=["room", "evicting"])
 def test_a_killed_engine_leaves_no_wrong_block(tmp_path, size):
     folder = write_scripted_model(tmp_path / "model", seed=5)
-    store, seconds = tmp_path / "store", float(os.environ.get("HARDPOINT_SOAK_SECONDS", "60"))
+    store, seconds = tmp_path / "store", soak_seconds()
     chance = random.Random(size)
     survivor = start(folder, store, 1, seconds, size)
     end, seed, kills = time.monotonic() + seconds, 2, 0

@@ -1,4 +1,4 @@
-"""How many examples the searches of the tests try: profile `ci`, or `nightly` with `--all`."""
+"""How long the tests search: examples of the profile `ci`, or `nightly` with `--all`; seconds."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def examples(count: int, **options: object) -> settings:
     """
     tried = max(count, _NIGHTLY) if searches_long() else min(count, _DEFAULT)
     return settings(max_examples=tried, **options)
+
+
+def soak_seconds() -> float:
+    """Return how long a test kills processes at random: a minute, or HARDPOINT_SOAK_SECONDS."""
+    return float(os.environ.get("HARDPOINT_SOAK_SECONDS", "60"))
 
 
 def kit_examples(share: float = 1.0) -> float:

@@ -97,12 +97,12 @@ def ended(outputs):
     }
 
 
-def alone(llm, jobs):
+def step_by_step(llm, jobs):
     engine, results = engine_of(llm), {}
     for job in jobs:
         engine.add_request(*job)
-        while engine.has_unfinished_requests():
-            results |= ended(engine.step())
+    while engine.has_unfinished_requests():
+        results |= ended(engine.step())
     return results
 
 
@@ -147,7 +147,7 @@ def test_random_schedules_with_adapters_and_drafts(folders, first):
         for seed in range(first, first + PER_ENGINE):
             draw = random.Random(seed)
             jobs = [drawn_job(draw, f"{seed}-{index}", folders[1]) for index in range(8)]
-            expected = alone(plain, jobs)
+            expected = step_by_step(plain, jobs)
             results = run_schedule(llm, jobs, draw)
             assert results == {name: expected[name] for name in results}, f"seed {seed}"
             num_ended += len(results)

@@ -174,7 +174,7 @@ def test_random_schedules(scripted, open_engine, first):
         draw = random.Random(seed)
         shared = [draw.randrange(256) for _ in range(20)]
         jobs = [drawn_job(draw, f"{seed}-{index}", shared) for index in range(12)]
-        expected = alone(plain, jobs)
+        expected = run(plain, jobs)
         results = run_schedule(engine, jobs, draw)
         assert results == {name: expected[name] for name in results}, f"seed {seed}"
         num_ended += len(results)

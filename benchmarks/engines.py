@@ -47,12 +47,19 @@ SCRIPTED = {
     "plugins.enable": '[{use="hardpoint.testing:ScriptedModel", name="ScriptedForCausalLM"}]',
 }
 """Settings of a command with the scripted model."""
+
+
+def _quantized(weights: str, gguf: bool = False, **quantization: str) -> Peer:
+    options = {"weights": weights, "config": {"quantization": quantization}}
+    return Peer(options=options, gguf=gguf, low_bit=True)
+
+
 PEERS: dict[str, Peer] = {
     "hardpoint": Peer(),
-    "hardpoint-int8": Peer(
-        options={"weights": "int8", "config": {"quantization": {"use": "int8"}}}, low_bit=True
-    ),
-    "hardpoint-gguf": Peer(options={"weights": "4-bit GGUF"}, gguf=True, low_bit=True),
+    "hardpoint-int8": _quantized("int8", use="int8"),
+    "hardpoint-int8-rounded": _quantized("int8, activations too", use="int8", activations="int8"),
+    "hardpoint-gguf": _quantized("4-bit GGUF", gguf=True),
+    "hardpoint-gguf-rounded": _quantized("4-bit GGUF, 8-bit activations", True, activations="int8"),
     "vllm": Peer("vllm", module="vllm"),
     "transformers": Peer("transformers", module="transformers"),
     "llama-cpp-python": Peer("llama-cpp-python", module="llama_cpp", gguf=True, low_bit=True),

@@ -6,11 +6,12 @@
     python benchmarks/offline.py --loads short --rounds 1 --peers   # whether it runs
 
 Each engine loads the same bf16 weights in its own process (llama.cpp and hardpoint-gguf: the GGUF
-file, in 4 bits; hardpoint-int8 quantizes the bf16 weights), and may live in an environment of its
-own: `--python` names its interpreter. The processes stay up and take turns: load by load, round by
-round. Printed are medians of output tokens per second (prefill: prompt tokens per second), how many
-times as fast Hardpoint is, and the share of the bound that the machine sets, which is measured in
-the same run (benchmarks/bounds.py explains how).
+file, in 4 bits; hardpoint-int8 quantizes the bf16 weights; with `-rounded`, activations have 8 bits
+in products), and may live in an environment of its own: `--python` names its interpreter. The
+processes stay up and take turns: load by load, round by round. Printed are medians of output tokens
+per second (prefill: prompt tokens per second), how many times as fast Hardpoint is, and the share
+of the bound that the machine sets, which is measured in the same run (benchmarks/bounds.py explains
+how).
 
 No engine makes text. Prefix caching is on where there is any; every prompt is random, so that
 prompts share nothing with other loads and rounds, and with each other only in the load `shared`.

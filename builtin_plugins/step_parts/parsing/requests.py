@@ -8,7 +8,6 @@ from typing import Any
 from hardpoint import typed
 from hardpoint.errors import HardpointError, RequestError
 from hardpoint.plugins import EngineCoreRequest, OutputParser
-from hardpoint.plugins.text import ComponentWithArguments
 from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import prepared_type
 
@@ -119,8 +118,8 @@ class RequestParsers:
     def _prepares(self, kind: str, name: str) -> bool:
         """Return whether every request has arguments of a parser, which its `prepare` makes."""
         cls: Any = self.configured.find(kind, name)
-        unprepared = vars(ComponentWithArguments)["prepare"].__func__
-        return bool(cls.prepare.__func__ is not unprepared)
+        unprepared: Any = OutputParser.prepare
+        return bool(cls.prepare.__func__ is not unprepared.__func__)
 
     def _chosen_one(self, kind: str, name: str) -> OutputParser:
         identity = self._components.identity(kind, name)

@@ -31,10 +31,10 @@ __all__ = [
     "traced",
 ]
 
-_CHILDREN = "/proc/self/task"
+_TASKS = "/proc/self/task"
 _WINDOW_S = 0.05
 _BUSY = 0.5
-"""Share of a window in which a thread runs or waits for a processor, from which it is busy."""
+"""Share of a window above which the time that threads run or wait for a processor is busy."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PLACES: dict[str, int] = {"open": 0, "os.mkdir": 0, "os.rename": 1, "os.symlink": 1, "os.link": 1}
 """Audit events that make a file, with the index of its path among the arguments."""
@@ -44,11 +44,10 @@ def child_processes() -> list[str]:
     """Return descriptions of the child processes that still run; none on other systems."""
     processes: list[str] = []
     with suppress(OSError):
-        for task in os.listdir(_CHILDREN):
-            for child in Path(_CHILDREN, task, "children").read_text().split():
+        for task in os.listdir(_TASKS):
+            for child in Path(_TASKS, task, "children").read_text().split():
                 with suppress(OSError):
-                    state = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()[0]
-                    if state not in "ZX":
+                    if _state(Path("/proc", child)) not in "ZX":
                         processes.append("child process")
     return processes
 
@@ -128,37 +127,49 @@ def memory() -> dict[str, int]:
 def busy_thread(known: set[threading.Thread], seconds: float) -> str | None:
     """Return the name of a thread that computes while nothing is asked of it; None if none does.
 
-    Time in which the thread waits for a processor counts, so that a busy machine changes nothing.
+    Time in which a thread waits for a processor counts, so that a busy machine changes nothing;
+    several threads that wait for one another count as one.
 
     Args:
         known: threads that are left out.
-        seconds: a thread is busy if no part of that time is quiet.
+        seconds: threads are busy if no part of that time is quiet.
     """
-    busy = [thread for thread in threading.enumerate() if thread not in known]
     deadline = time.monotonic() + seconds
-    while busy:
-        before = [_runnable_seconds(thread) for thread in busy]
-        began = time.monotonic()
-        time.sleep(_WINDOW_S)
-        passed = time.monotonic() - began
-        busy = [
-            thread
-            for thread, first in zip(busy, before, strict=True)
-            if thread.is_alive() and _runnable_seconds(thread) - first > _BUSY * passed
-        ]
-        if busy and time.monotonic() > deadline:
-            return busy[0].name
-    return None
+    while True:
+        began = {t: _runnable_seconds(t) for t in threading.enumerate() if t not in known}
+        time.sleep(_WINDOW_S)  # in which threads of Python can run
+        spent = {  # the system adds the time of a wait when it ends
+            thread: _WINDOW_S if _is_runnable(thread) else _runnable_seconds(thread) - before
+            for thread, before in began.items()
+            if thread.is_alive()
+        }
+        if sum(spent.values()) <= _BUSY * _WINDOW_S:
+            return None
+        if time.monotonic() > deadline:
+            return max(spent, key=spent.__getitem__).name
 
 
 def _runnable_seconds(thread: threading.Thread) -> float:
     """Return the time in which a thread ran, or waited for a processor; 0 on other systems."""
     try:
-        text = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
+        text = Path(f"{_TASKS}/{thread.native_id}/schedstat").read_text()
         ran, waited = text.split()[:2]
     except (OSError, ValueError):
         return 0.0
     return (int(ran) + int(waited)) / 1e9
+
+
+def _is_runnable(thread: threading.Thread) -> bool:
+    """Return whether a thread runs, or waits for a processor; False on other systems."""
+    try:
+        return _state(Path(f"{_TASKS}/{thread.native_id}")) == "R"
+    except OSError:
+        return False
+
+
+def _state(folder: Path) -> str:
+    """Return the letter of a process's or a thread's state."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def settings() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from hardpoint.testing import (
     SpeculatorSuite,
     TokenizerSuite,
 )
+from hardpoint.testing.general import holdings
 from hardpoint.testing.general.growth import check_growth
-from hardpoint.testing.general.holdings import FileWatch
+from hardpoint.testing.general.holdings import FileWatch, busy_thread
 from hardpoint.testing.suite import Violation
 
 # suite, attribute, right component, method of a use, further attributes
@@ -153,3 +155,59 @@ def test_files_of_other_threads_are_not_the_components(tmp_path):
         for thread in (other, own):
             thread.join()
     assert watch.left(lambda _path: False) == [str(tmp_path / "own")]
+
+
+@pytest.fixture
+def begin():
+    """Return a function that starts threads, and returns those from before."""
+    is_ended, threads = threading.Event(), []
+
+    def start(run, count):
+        before = set(threading.enumerate())
+        for n in range(count):
+            threads.append(threading.Thread(target=run, args=(is_ended,), name=f"new-{n}"))
+            threads[-1].start()
+        return before
+
+    yield start
+    is_ended.set()
+    for thread in threads:
+        thread.join()
+
+
+def spin(is_ended):
+    while not is_ended.is_set():
+        pass
+
+
+def test_threads_that_share_the_interpreter_are_busy(begin):
+    assert busy_thread(begin(spin, 4), 0.2) is not None
+
+
+def test_threads_that_wait_are_not_busy(begin):
+    assert busy_thread(begin(threading.Event.wait, 4), 60.0) is None
+
+
+@pytest.mark.parametrize(
+    ("spent", "state", "busy"),
+    [
+        (0.0, "R", "new-0"),  # it waits for a processor since before the window
+        (0.05, "S", "new-0"),  # it waits for the interpreter, as this thread is called late
+        (0.02, "S", None),
+    ],
+)
+def test_a_late_reading_changes_nothing(spent, state, busy, begin, tmp_path, monkeypatch):
+    before = begin(threading.Event.wait, 1)
+    (thread,) = set(threading.enumerate()) - before
+    (folder := tmp_path / str(thread.native_id)).mkdir()
+    (folder / "stat").write_text(f"{thread.native_id} (new) {state} 1")
+    ran, sleep = folder / "schedstat", time.sleep
+    ran.write_text("0 0 1")
+
+    def sleep_late(seconds):
+        sleep(4 * seconds)
+        ran.write_text(f"{round(spent * 1e9)} 0 1")
+
+    monkeypatch.setattr(holdings, "_TASKS", str(tmp_path))
+    monkeypatch.setattr(holdings.time, "sleep", sleep_late)
+    assert busy_thread(before, 0.0) == busy

@@ -114,8 +114,11 @@ class EngineParts:
             why: for requests that still use it.
         """
         if call.kind in _OPTIONAL_KINDS:
-            plugins = self.plugins.without(call.kind, call.name, why)
-            config = without_plugin(self.config, self.plugins.get(call.kind, call.name))
+            removed = self.plugins.get(call.kind, call.name)
+            plugins, config = (
+                self.plugins.without(removed, why),
+                without_plugin(self.config, removed),
+            )
             return dataclasses.replace(self, config=config, plugins=plugins)
         if call.kind == "scheduling_policies":
             policy = SchedulerConfig().policy

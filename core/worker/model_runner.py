@@ -61,12 +61,12 @@ class ModelRunner:
         calls: PluginCalls,
         attention: CheckedAttention,
         ops: Ops,
-        sampling: SamplingStage | None,
+        sampling: SamplingStage | None,  # None in a rank that does not sample
         ranks: Ranks,
         device: torch.device,
         finish_late: Callable[[Callable[[], ModelRunnerOutput]], ModelRunnerOutput],
     ) -> None:
-        """`sampling`: None in a rank that does not sample; `finish_late` runs the end of a step."""
+        """Run a model; `finish_late` calls the end of a step when its tokens have come."""
         self.model = model
         self._calls, self.attention = calls, attention
         self._sampling, self._ranks = sampling, ranks

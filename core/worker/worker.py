@@ -331,7 +331,7 @@ class LocalWorker:
         return output
 
     def _finish_late(self, finish: Callable[[], ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Finish the sampling of a step when its tokens have come."""
+        """Finish the sampling of a step when its tokens have come: the end of `begin_sampling`."""
         try:
             return finish()
         finally:

@@ -279,7 +279,7 @@ class PluginSet:
             if key[0] in changed and (key not in self._targets or was.get(key) != now.get(key))
         }
         generation = self.manifest.generation + 1
-        enabled = {f"{entry.kind}/{entry.name}" for entry in entries}
+        enabled = {entry.path for entry in entries}
         manifest = msgspec.structs.replace(
             self.manifest,
             entries=tuple(entries),
@@ -288,7 +288,7 @@ class PluginSet:
         )
         return PluginSet(manifest, fresh.found, self._targets | targets)
 
-    def without(self, kind: str, name: str, why: str) -> PluginSet:
+    def without(self, removed: PluginEntry, why: str) -> PluginSet:
         """Return the next generation, without one component of a kind of many.
 
         Args:
@@ -296,9 +296,9 @@ class PluginSet:
         """
         manifest = msgspec.structs.replace(
             self.manifest,
-            entries=tuple(e for e in self.manifest.entries if (e.kind, e.name) != (kind, name)),
+            entries=tuple(e for e in self.manifest.entries if e.path != removed.path),
             generation=self.manifest.generation + 1,
-            quarantined={**self.manifest.quarantined, f"{kind}/{name}": why},
+            quarantined={**self.manifest.quarantined, removed.path: why},
         )
         return PluginSet(manifest, self.found, self._targets)
 

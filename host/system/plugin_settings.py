@@ -38,7 +38,8 @@ class StepSettings:
     """Restores torch's settings that plugins have changed, once per step of a thread.
 
     A change affects the rest of its step at most. Steps in flight have the settings in common that
-    were read before the first of them.
+    were read before the first of them. Parts of steps may be within one another: the late end of a
+    step runs within the next one if that one begins first.
 
     Args:
         in_flight: whether further steps are in flight at the end of one.

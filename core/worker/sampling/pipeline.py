@@ -33,7 +33,7 @@ class LogitsPipeline:
         runners: in the order in which they run.
         sampler: keeps the states of the sampler; None without any.
         observed_states: states of requests from before; None if there are none.
-        quarantined: by kind/name, why a component was removed.
+        quarantined: by name, why a processor was removed.
 
     Attributes:
         runners: runners of all processors, in the order in which they run.
@@ -84,7 +84,7 @@ class LogitsPipeline:
 
     def why_missing(self, name: str) -> str:
         """Return why no runner has a name: the frontend accepted a request that uses it."""
-        if why := self._quarantined.get(f"logits_processors/{name}"):
+        if why := self._quarantined.get(name):
             return f"the plugin is quarantined: {why}"
         return "no logits processor of that name is enabled"
 

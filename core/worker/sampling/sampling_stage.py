@@ -397,9 +397,8 @@ def open_stage(
         entry, SamplerContext, device=spec.device, vocab_size=spec.model_config.vocab_size, ops=ops
     )
     keeping = open_states(spec, sampler, entry.source, activity)
-    pipeline = LogitsPipeline(
-        runners, spec.device, observed_states, keeping, spec.plugins.manifest.quarantined
-    )
+    quarantined = spec.plugins.manifest.quarantined_of("logits_processors")
+    pipeline = LogitsPipeline(runners, spec.device, observed_states, keeping, quarantined)
     if spec.num_draft_tokens:
         pipeline.check_drafts()
     return SamplingStage(

@@ -44,6 +44,11 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
         """Kind, name and value; a wrapped component may share the name of an enabled one."""
         return self.kind, self.name, self.value
 
+    @property
+    def path(self) -> str:
+        """Kind and name, as in `Manifest.quarantined`."""
+        return f"{self.kind}/{self.name}"
+
     def tree(self) -> Iterator[PluginEntry]:
         """Yield the entry and the entries of all components that it wraps, at any depth."""
         yield self
@@ -72,7 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hardpoint: version of the engine.
         generation: incremented by every live change.
-        quarantined: by kind/name, why a component was removed: engines died in it.
+        quarantined: by path, why a component was removed: engines died in it.
     """
 
     hardpoint: str
@@ -84,6 +89,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Yield all entries, each followed by the entries of the components that it wraps."""
         for entry in self.entries:
             yield from entry.tree()
+
+    def quarantined_of(self, kind: str) -> dict[str, str]:
+        """Return why components of a kind were removed, by name."""
+        paths = ((path.split("/", 1), why) for path, why in self.quarantined.items())
+        return {name: why for (of, name), why in paths if of == kind}
 
     @property
     def hash(self) -> str:

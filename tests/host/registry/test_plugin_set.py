@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support.plugins.fake import component
 
@@ -147,13 +148,16 @@ def test_a_plugin_that_is_enabled_again_is_no_longer_quarantined(installed):
     for name in ("dry", "wet"):
         installed.offer(f"logits_processors/{name}", component(LogitsProcessor))
     left = installed.resolve(plugins={"enable": ["dry", "wet"]})
-    for name in ("dry", "wet"):
-        left = left.without("logits_processors", name, "it died")
-    left = left.without("hooks", "dry", "it died, too")
+    for entry in left.entries("logits_processors"):
+        if entry.name in ("dry", "wet"):
+            left = left.without(entry, "it died")
+    hook = msgspec.structs.replace(left.entries("samplers")[0], kind="hooks", name="dry")
+    left = left.without(hook, "it died, too")
     with_dry = installed.resolve(plugins={"enable": ["dry"]})
     now = left.successor(with_dry, {"logits_processors"})
     assert now.manifest.quarantined == {
         "logits_processors/wet": "it died",
         "hooks/dry": "it died, too",
     }
+    assert now.manifest.quarantined_of("logits_processors") == {"wet": "it died"}
     assert now.find("logits_processors", "dry")

@@ -49,8 +49,12 @@ CHANGES = {
 ENTERED = []
 
 
-def crossed(*methods):
-    """Parametrize a test by methods and settings; each of them is in the short run."""
+def crossed(*methods, also=()):
+    """Parametrize a test by methods and settings, so that the short run has each of them once.
+
+    Args:
+        also: pairs of method and setting that the short run has, too.
+    """
     return pytest.mark.parametrize(
         ("method", "setting"),
         [
@@ -58,9 +62,7 @@ def crossed(*methods):
             for row, method in enumerate(methods)
             for column, setting in enumerate(CHANGES)
             for is_short in [
-                row == column
-                or (row == 0 and column >= len(methods))
-                or (method, setting) == ("advance", "default device")  # behind a step
+                row == column or (row == 0 and column >= len(methods)) or (method, setting) in also
             ]
         ],
     )
@@ -407,6 +409,7 @@ ONCE = {
 @crossed(
     *("start", "advance", "apply", "schedule", "update", "key", "added", "scheduled"),
     *("begin of the engine half", "begin of the worker half"),
+    also=[("advance", "default device")],  # it may run behind the end of a step
 )
 def test_later_steps_have_the_settings_of_the_start(
     scripted, caplog, monkeypatch, setting, method, asynchronous, watch

@@ -42,7 +42,7 @@ def examples(count: int, **options: object) -> settings:
 
 
 def soak_seconds() -> float:
-    """Return how long a test kills processes at random: a minute, or HARDPOINT_SOAK_SECONDS."""
+    """Return the length of a test that kills processes at random, by HARDPOINT_SOAK_SECONDS."""
     return float(os.environ.get("HARDPOINT_SOAK_SECONDS", "60"))
 
 

@@ -144,6 +144,7 @@ class OutputParsers:
 
         Raises:
             PluginFaultError: a parser failed.
+            RequestError: it failed to give its markers.
         """
         markers = self.markers
         is_open = markers is not None and markers.is_open(prompt_token_ids)

@@ -115,12 +115,21 @@ def holdings() -> Counter:
     held: Counter = Counter()
     held.update(f"descriptor {link.split(':[')[0]}" for link in _open_files())
     held.update(f"thread {thread.name}" for thread in threading.enumerate())
-    held["native threads"] = len(os.listdir("/proc/self/task"))
+    held["native threads"] = len(_native_threads())
     held.update(f"child {child.pid}" for child in psutil.Process().children(recursive=True))
     held.update(f"shared memory {name}" for name in our_shared_memory())
     folder = Path(tempfile.gettempdir())
     held.update(f"folder {path}" for path in folder.glob("hardpoint-*"))
     return held
+
+
+def _native_threads() -> list[str]:
+    """The names that libraries and the system gave to the threads of this program."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ended at the same time
+            names.append((task / "comm").read_text().strip())
+    return names
 
 
 def _open_files() -> Iterator[str]:
@@ -134,7 +143,8 @@ def nothing_left(before: Counter, limit_s: float = PATIENCE_S) -> float:
     """Wait until nothing is held that was not held before; return the seconds it took."""
     began = time.monotonic()
     while left := holdings() - before:
-        assert time.monotonic() - began < limit_s, f"left behind: {dict(left)}"
+        named = f"left behind: {dict(left)}; native threads now: {Counter(_native_threads())}"
+        assert time.monotonic() - began < limit_s, named
         time.sleep(0.02)
     return time.monotonic() - began
 

@@ -115,10 +115,8 @@ class EngineParts:
         """
         if call.kind in _OPTIONAL_KINDS:
             removed = self.plugins.get(call.kind, call.name)
-            plugins, config = (
-                self.plugins.without(removed, why),
-                without_plugin(self.config, removed),
-            )
+            plugins = self.plugins.without(removed, why)
+            config = without_plugin(self.config, removed)
             return dataclasses.replace(self, config=config, plugins=plugins)
         if call.kind == "scheduling_policies":
             policy = SchedulerConfig().policy

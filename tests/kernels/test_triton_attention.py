@@ -142,7 +142,7 @@ class Step:
         return out.cpu(), cache.cpu()
 
     def written(self) -> torch.Tensor:
-        """Return the cache with the keys and values of the step; codes become numbers."""
+        """Return the cache after the step, as numbers."""
         cache, (_, k, v) = self.cache.clone(), self._real()
         if self.layer.cache_dtype != "auto":
             k, v, cache = (self._coded(side) for side in (rotate_heads(k), v, cache))

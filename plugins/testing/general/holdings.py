@@ -160,7 +160,7 @@ def _runnable_seconds(thread: threading.Thread) -> float:
 
 
 def _is_runnable(thread: threading.Thread) -> bool:
-    """Return whether a thread runs, or waits for a processor; False on other systems."""
+    """Return whether a thread is running, or ready to run; False on other systems."""
     try:
         return _state(Path(f"{_TASKS}/{thread.native_id}")) == "R"
     except OSError:

@@ -143,8 +143,9 @@ def nothing_left(before: Counter, limit_s: float = PATIENCE_S) -> float:
     """Wait until nothing is held that was not held before; return the seconds it took."""
     began = time.monotonic()
     while left := holdings() - before:
-        named = f"left behind: {dict(left)}; native threads now: {Counter(_native_threads())}"
-        assert time.monotonic() - began < limit_s, named
+        assert time.monotonic() - began < limit_s, (
+            f"left behind: {dict(left)}; native threads now: {Counter(_native_threads())}"
+        )
         time.sleep(0.02)
     return time.monotonic() - began
 

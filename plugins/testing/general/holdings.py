@@ -143,7 +143,8 @@ def busy_thread(known: set[threading.Thread], seconds: float) -> str | None:
             for thread, before in began.items()
             if thread.is_alive()
         }
-        if sum(spent.values()) <= _BUSY * _WINDOW_S:
+        # The time of a thread that ends before it is read is 0, less than before.
+        if sum(max(0.0, time_s) for time_s in spent.values()) <= _BUSY * _WINDOW_S:
             return None
         if time.monotonic() > deadline:
             return max(spent, key=spent.__getitem__).name

@@ -1,4 +1,4 @@
-"""Shared memory that tests count: the engine's own, and none of other programs."""
+"""What tests count as left behind: the engine's own, and nothing of other programs or libraries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from support.process import harness
 from support.shared_memory import our_shared_memory
 
 
@@ -50,3 +51,9 @@ def test_what_another_program_has_is_not(make):
 
 def test_files_of_other_names_are_not(make):
     assert make("other-program-").name not in our_shared_memory()
+
+
+@pytest.mark.parametrize("grpc", ["event_engine", "lifeguard"])
+def test_threads_of_the_pool_of_grpc_are_not(monkeypatch, grpc):
+    monkeypatch.setattr(harness, "_native_threads", lambda: ["python3", grpc, "ZMQbg/IO/0", grpc])
+    assert harness.holdings()["native threads"] == 2

@@ -31,6 +31,9 @@ BODIES = {
 }
 """A small valid body of each route."""
 
+_VALUE = "<value>"
+"""Stands for a large value in the text of a body."""
+
 DEPTH = 25
 MOST_ITEMS = 1_000_000  # `server.limits.items` is a little more, and a bracket is 8 items
 
@@ -100,17 +103,20 @@ def body_with(base, path, value):
 
 
 def large_bodies(path, type_, size, *, inner=True):
-    """Yield a name and a body for each large value in each place of a route's body.
+    """Yield a name and the JSON of a body for each large value in each place of a route's body.
 
     Args:
         inner: whether in parts of fields, too.
     """
     base = BODIES.get(path, {})
-    values = large_values(size)
-    yield "a name", {**base, "x" * size: 1}
-    yield "names", {**base, **values["names"]}
+    # Encoded once: most of the time would be spent on that, and on collections with the values.
+    texts = {label: json.dumps(value) for label, value in large_values(size).items()}
+    yield "a name", json.dumps({**base, "x" * size: 1}).encode()
+    yield "names", json.dumps({**base, **json.loads(texts["names"])}).encode()
     for place in places(type_, base):
         if len(place) > 1 and not inner:
             continue
-        for label, value in values.items():
-            yield f"{label} at {'.'.join(map(str, place))}", body_with(base, place, value)
+        around = json.dumps(body_with(base, place, _VALUE))
+        for label, text in texts.items():
+            body = around.replace(json.dumps(_VALUE), text)
+            yield f"{label} at {'.'.join(map(str, place))}", body.encode()

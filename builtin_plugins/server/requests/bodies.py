@@ -151,13 +151,14 @@ def check_lengths(body: Mapping[str, Any], limits: ServerLimits) -> None:
         # A list of numbers is one prompt.
         is_one = name == "prompt" and isinstance(next(iter(items), None), int)
         if len(items) > maximum and not is_one:
-            tail = "prompts" if name == "prompt" else "on this server"
-            raise RequestError(f"{name}: expected at most {maximum} {tail}, got {len(items)}")
+            expected = _EXPECTED.get(name, "at most {} on this server").format(maximum)
+            raise RequestError(f"{name}: expected {expected}, got {len(items)}")
 
 
 _LISTS = {
     "messages": "messages",
     "input": "messages",
+    "items": "messages",
     "prompt": "prompts",
     "tools": "tools",
     "stop": "stop",
@@ -168,6 +169,12 @@ _LISTS = {
     "allowed_token_ids": "logit_bias",
 }
 """The limit of each field that is a list or a table."""
+
+_EXPECTED = {
+    "items": "a conversation of at most {} items on this server",
+    "prompt": "at most {} prompts",
+}
+"""What messages name as expected, where it is not the number alone."""
 
 
 def convert_body(
@@ -214,6 +221,7 @@ class _Cleaner:
 
     def __init__(self, ignored: IgnoredFields, *, lenient: bool) -> None:
         self._ignored, self._lenient = ignored, lenient
+        self._options: dict[int, _Options] = {}
 
     def cleaned(self, value: Any, info: types.Type, path: str, *, returned: bool = False) -> Any:
         """Return a value without the null members and the ignored fields of its structs.
@@ -221,10 +229,15 @@ class _Cleaner:
         Args:
             returned: whether it belongs to a message, a tool definition or a content part.
         """
+        if not isinstance(value, dict | list):
+            return value  # at once: of these, a body may have a million
         if isinstance(info, types.Metadata):
             return self.cleaned(value, info.type, path, returned=returned)
         if isinstance(info, types.UnionType):
-            fitting = [option for option in info.types if _may_hold(option, value)]
+            options = self._options.get(id(info))  # the types live as long as the program
+            if options is None:
+                options = self._options[id(info)] = _Options(info)
+            fitting = options.for_value(value)
             if len(fitting) != 1:
                 return value
             return self.cleaned(value, fitting[0], path, returned=returned)
@@ -235,7 +248,7 @@ class _Cleaner:
                 self.cleaned(item, info.item_type, f"{path}[{index}]", returned=returned)
                 for index, item in enumerate(value)
             ]
-        if isinstance(info, types.StructType) and isinstance(value, Mapping):
+        if isinstance(info, types.StructType) and isinstance(value, dict):
             return self._members(value, info, path, returned=returned)
         return value
 
@@ -278,11 +291,28 @@ def _holds_structs(info: types.Type) -> bool:
     return isinstance(info, types.StructType)
 
 
-def _may_hold(info: types.Type, value: Any) -> bool:
-    if isinstance(info, types.Metadata):
-        return _may_hold(info.type, value)
-    if isinstance(info, types.StructType):
-        return isinstance(value, Mapping) and (
-            info.tag_field is None or value.get(info.tag_field) == info.tag
-        )
-    return isinstance(info, types.ListType) and isinstance(value, list)
+class _Options:
+    """Those options of a union that hold arrays or objects, looked up once per body."""
+
+    def __init__(self, info: types.UnionType) -> None:
+        inner = [(_without_metadata(option), option) for option in info.types]
+        self._lists = [option for kind, option in inner if isinstance(kind, types.ListType)]
+        self._structs = [
+            (kind.tag_field, kind.tag, option)
+            for kind, option in inner
+            if isinstance(kind, types.StructType)
+        ]
+
+    def for_value(self, value: dict[str, Any] | list[Any]) -> list[types.Type]:
+        """Return the options that may hold a value."""
+        if isinstance(value, list):
+            return self._lists
+        return [
+            option
+            for tag_field, tag, option in self._structs
+            if tag_field is None or value.get(tag_field) == tag
+        ]
+
+
+def _without_metadata(info: types.Type) -> types.Type:
+    return _without_metadata(info.type) if isinstance(info, types.Metadata) else info

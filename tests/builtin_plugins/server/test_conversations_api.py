@@ -213,6 +213,11 @@ def test_limits_hold_for_conversations(tmp_path):
         made = client.conversations.create(items=[message] * 2)
         with pytest.raises(openai.BadRequestError, match="at most 3 items"):
             client.conversations.items.create(made.id, items=[message] * 2)
+        with pytest.raises(
+            openai.BadRequestError,
+            match="items: expected a conversation of at most 3 items on this server, got 4",
+        ):
+            client.conversations.create(items=["no item"] * 4)
         with pytest.raises(openai.BadRequestError, match="metadata"):
             client.conversations.create(metadata={"a": "x" * 513})
         with pytest.raises(openai.BadRequestError, match="at most 2000 bytes"):

@@ -1,7 +1,8 @@
 """Print how long the tests took, by folder and file, from the record of scripts/test.
 
 scripts/durations            seconds by folder and file of the last whole run
-scripts/durations FILE       of that run: .venv-test/durations-last.json, durations-all.json
+scripts/durations FILE ...   of that run: .venv-test/durations-last.json, durations-all.json; of
+                             several records as one run: of a test that ran again, the last outcome
 scripts/durations --slowest N   the N slowest tests
 scripts/durations --budgets  prints the table of budgets as this run would have it
 scripts/durations --check    compares the folders with `tool.hardpoint.test-seconds` of
@@ -22,6 +23,7 @@ import json
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ FACTOR, SECONDS = 1.5, 10.0
 def main() -> int:
     """Print the tables or the folders above their budgets; return the exit code."""
     options = parsed_options()
-    record = json.loads(options.file.read_text(encoding="utf-8"))
+    record = merged(options.files)
     files: Counter[str] = Counter()
     for test, seconds in record["tests"].items():
         if not (test.startswith(PAGES) and (options.check or options.budgets)):
@@ -63,7 +65,7 @@ def main() -> int:
 def parsed_options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=DURATIONS)
+    parser.add_argument("files", nargs="*", type=Path, default=[DURATIONS])
     parser.add_argument("--check", action="store_true", help="compare with the budgets")
     parser.add_argument("--minutes", action="store_true", help="with --check: of the run, too")
     parser.add_argument("--budgets", action="store_true", help="print them as of this run")
@@ -72,6 +74,17 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument("--checks", type=float, default=0.0, help="seconds of the static checks")
     parser.add_argument("--log", default="", help="file with the output of the tests")
     return parser.parse_args()
+
+
+def merged(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the record of runs one after the other: seconds, and outcomes and seconds by test."""
+    wall, tests, outcomes = 0.0, Counter[str](), dict[str, str]()
+    for file in files:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        wall += record["wall"]
+        tests.update(record["tests"])
+        outcomes |= record["outcomes"]
+    return {"wall": wall, "tests": tests, "outcomes": outcomes}
 
 
 def limits() -> dict[str, Any]:
@@ -92,7 +105,7 @@ def print_summary(
     record: dict[str, Any], folders: Counter[str], options: argparse.Namespace
 ) -> None:
     """Print the closing lines of a run, and a warning if it took too long."""
-    outcomes = Counter(record["outcomes"])
+    outcomes = Counter(record["outcomes"].values())
     minutes = (options.checks + record["wall"]) / 60
     print(f"tests run: {outcomes['passed'] + outcomes['failed']}, failed: {outcomes['failed']}")
     if count := outcomes["not collected"]:
@@ -104,7 +117,7 @@ def print_summary(
         print(f"slowest folder: {slowest}, {seconds:.0f} s")
     print(f"log: {options.log}")
     limit = limits()["sizes"]["gate-minutes"]
-    if options.file == DURATIONS and minutes > limit:
+    if [file.resolve() for file in options.files] == [DURATIONS] and minutes > limit:
         print(f"warning: checks and tests took {minutes:.1f} minutes; the limit is {limit}")
 
 

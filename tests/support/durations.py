@@ -17,19 +17,19 @@ class Durations:
         """Start the clock; the file is written at the end of the session."""
         self._path = path
         self._seconds: Counter[str] = Counter()
-        self._outcomes: Counter[str] = Counter()
+        self._outcomes: dict[str, str] = {}
         self._started = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add set-up, call or tear-down of a test."""
         self._seconds[report.nodeid] += report.duration
         if report.when == "call" or report.skipped or report.failed:
-            self._outcomes[report.outcome] += 1
+            self._outcomes[report.nodeid] = report.outcome
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Count a file that cannot be collected."""
         if report.failed:
-            self._outcomes["not collected"] += 1
+            self._outcomes[report.nodeid] = "not collected"
 
     def pytest_sessionfinish(self) -> None:
         """Write the seconds of the tests and of the session."""

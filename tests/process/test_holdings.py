@@ -1,4 +1,4 @@
-"""What tests count as left behind: the engine's own, and nothing of other programs or libraries."""
+"""Leftovers of tests: all of the engine, and none of other programs or libraries."""
 
 from __future__ import annotations
 

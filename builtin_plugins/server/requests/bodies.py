@@ -174,7 +174,7 @@ _EXPECTED = {
     "items": "a conversation of at most {} items on this server",
     "prompt": "at most {} prompts",
 }
-"""What messages name as expected, where it is not the number alone."""
+"""Expectations in messages of lists that are too long; of other lists it is the number alone."""
 
 
 def convert_body(
@@ -292,7 +292,7 @@ def _holds_structs(info: types.Type) -> bool:
 
 
 class _Options:
-    """Those options of a union that hold arrays or objects, looked up once per body."""
+    """The options of a union for arrays and objects, looked up once per body."""
 
     def __init__(self, info: types.UnionType) -> None:
         inner = [(_without_metadata(option), option) for option in info.types]

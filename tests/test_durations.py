@@ -20,7 +20,7 @@ def closing_lines(*files):
 
 
 def record_of(path, outcomes, wall=60.0):
-    """Record tests of two seconds each, by what pytest reports of them, in a run of `wall` s."""
+    """Record tests of two seconds each, in a run of `wall` seconds."""
     durations = Durations(path)
     for test, outcome in outcomes.items():
         durations.pytest_runtest_logreport(

@@ -66,7 +66,7 @@ class ModelRunner:
         device: torch.device,
         finish_late: Callable[[Callable[[], ModelRunnerOutput]], ModelRunnerOutput],
     ) -> None:
-        """Run a model; `finish_late` calls the late end of a step."""
+        """Run a model, with `finish_late` for the late end of a step."""
         self.model = model
         self._calls, self.attention = calls, attention
         self._sampling, self._ranks = sampling, ranks

@@ -174,7 +174,7 @@ _EXPECTED = {
     "items": "a conversation of at most {} items on this server",
     "prompt": "at most {} prompts",
 }
-"""Expectations in messages of lists that are too long; of other lists it is the number alone."""
+"""Expectations in errors of lists that are too long, by field."""
 
 
 def convert_body(

@@ -161,7 +161,7 @@ def _runnable_seconds(thread: threading.Thread) -> float:
 
 
 def _is_runnable(thread: threading.Thread) -> bool:
-    """Return whether a thread is running, or ready to run; False on other systems."""
+    """Return whether a thread is running or ready to run, where Linux shows it."""
     try:
         return _state(Path(f"{_TASKS}/{thread.native_id}")) == "R"
     except OSError:

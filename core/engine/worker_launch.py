@@ -138,8 +138,13 @@ class WorkerLauncher:
             if world_size > 1 and not self._folder:
                 self._folder = tempfile.mkdtemp(prefix="hardpoint-ranks-")
                 # Also if the executor asks for launches after the start.
-                self._remove = weakref.finalize(self, shutil.rmtree, self._folder, True)
+                self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
         return Placement(hosts=("",) * world_size, folder=self._folder)
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a fork of it has the object, but not the workers
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def record_worker_in(activity: Activity) -> None:

@@ -90,6 +90,50 @@ def test_tensors_of_an_update_that_fails_are_removed(place):
     assert list(place.iterdir()) == []
 
 
+FORKS = """
+import os, sys
+from pathlib import Path
+import torch
+from hardpoint.builtin_plugins.step_parts.statistics.sinks import Sinks
+from hardpoint.calls import weights
+from hardpoint.toolkit.reloading.copies import CopiedPackages
+weights._MEMORY = Path(sys.argv[1])
+
+class Sink:
+    def close(self):
+        print("closed in", "the program" if os.getpid() == program else "a fork", flush=True)
+
+program = os.getpid()
+folders, copies = weights.TensorFolders("a-", "weights"), CopiedPackages()
+sinks = Sinks({"": Sink()})
+written = folders.write("w.safetensors", {"w": torch.ones(4)})
+for closes in (False, True):
+    if os.fork() == 0:
+        if closes:
+            own = folders.write("w.safetensors", {"w": torch.ones(4)})
+            folders.keep(())
+            copies.close()
+            print("kept" if own.exists() else "removed")
+        sys.exit()
+    os.wait()
+print([path.exists() for path in (written, copies._folder)])
+folders.keep(())
+copies.close()
+print([path.exists() for path in (written, copies._folder)])
+"""
+
+
+def test_a_fork_leaves_what_its_parent_uses(place):
+    output = forked_python().run(["-c", FORKS, str(place)], place, dict(os.environ)).stdout
+    assert output.splitlines() == [
+        "removed",
+        "[True, True]",
+        "[False, False]",
+        "closed in the program",
+    ]
+    assert list(place.iterdir()) == []
+
+
 PROGRAM = """
 import sys, time
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ _CALL_LOST = "the engine goes on, and only this call is lost"
 
 
 class Sinks:
-    """Calls all sinks; false without any. Collecting this object closes them."""
+    """Calls all sinks; false without any. Collecting this object closes them, but not in a fork."""
 
     def __init__(self, sinks: Mapping[str, StatSink] | None = None) -> None:
         """`sinks` are guarded, by name, in the order of their calls."""
@@ -29,7 +30,7 @@ class Sinks:
         self._closing = self._close_if_collected()
 
     def _close_if_collected(self) -> weakref.finalize[..., Sinks]:
-        return weakref.finalize(self, call_all, list(self._sinks.values()), "close")
+        return weakref.finalize(self, _close_all, list(self._sinks.values()), os.getpid())
 
     def __bool__(self) -> bool:
         return bool(self._sinks)
@@ -176,6 +177,11 @@ def call_all(sinks: Iterable[StatSink], method: str, *args: Any) -> list[Any]:
 
 def _close(sinks: Iterable[StatSink]) -> None:
     call_all(sinks, "close")
+
+
+def _close_all(sinks: Iterable[StatSink], owner: int) -> None:
+    if os.getpid() == owner:
+        call_all(sinks, "close")
 
 
 def _ignore(message: str, cause: BaseException | None) -> None:

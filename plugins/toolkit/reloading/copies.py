@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import sys
@@ -80,7 +81,7 @@ class CopiedPackages:
 
     def __init__(self) -> None:
         """Create the folder; open the engine after it."""
-        self._folder = Path(tempfile.mkdtemp(prefix="hardpoint-reload-"))
+        self._folder, self._owner = Path(tempfile.mkdtemp(prefix="hardpoint-reload-")), os.getpid()
         self._count = 0
         sys.path.append(str(self._folder))
 
@@ -113,7 +114,9 @@ class CopiedPackages:
         return name
 
     def close(self) -> None:
-        """Delete the folder."""
+        """Delete the folder; a fork of the process that made it keeps it."""
+        if os.getpid() != self._owner:
+            return
         if str(self._folder) in sys.path:
             sys.path.remove(str(self._folder))
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Collection, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -294,6 +294,7 @@ class TensorFolders:
     """Folders in shared memory, if it has room; they go with this object, if not before.
 
     Each is locked. Those of a program that was killed are not, and go with the next that is made.
+    A fork of the process that wrote a folder leaves it.
     """
 
     def __init__(self, prefix: str, field: str) -> None:
@@ -304,7 +305,7 @@ class TensorFolders:
             field: names the tensors in messages.
         """
         self._prefix, self._field = prefix, field
-        self._locks: dict[Path, int] = {}  # the descriptor that locks each folder
+        self._locks: dict[Path, _Lock] = {}
         weakref.finalize(self, _remove_all, self._locks)
 
     def write(self, name: str, tensors: Any, others: Mapping[str, bytes] | None = None) -> Path:
@@ -363,6 +364,14 @@ class TensorFolders:
             _remove(folder, self._locks.pop(folder, None))
 
 
+class _Lock(NamedTuple):
+    """The lock of a folder."""
+
+    descriptor: int
+    owner: int
+    """The process that wrote the folder."""
+
+
 def _place(size: int) -> Path | None:
     with contextlib.suppress(OSError):
         if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > size:
@@ -370,8 +379,8 @@ def _place(size: int) -> Path | None:
     return None
 
 
-def _locked(folder: Path) -> int:
-    """Return a descriptor that locks a folder until it is closed, or its process is gone.
+def _locked(folder: Path) -> _Lock:
+    """Lock a folder until the descriptor is closed, or its process is gone.
 
     Raises:
         OSError: it is locked already.
@@ -382,7 +391,7 @@ def _locked(folder: Path) -> int:
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
+    return _Lock(descriptor, os.getpid())
 
 
 def _remove_abandoned(place: Path, prefix: str) -> None:
@@ -394,12 +403,13 @@ def _remove_abandoned(place: Path, prefix: str) -> None:
                 _remove(folder, _locked(folder))
 
 
-def _remove(folder: Path, descriptor: int | None) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    if descriptor is not None:
-        os.close(descriptor)
+def _remove(folder: Path, lock: _Lock | None) -> None:
+    if lock is None or lock.owner == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        os.close(lock.descriptor)
 
 
-def _remove_all(locks: dict[Path, int]) -> None:
+def _remove_all(locks: dict[Path, _Lock]) -> None:
     while locks:
         _remove(*locks.popitem())

@@ -116,7 +116,7 @@ class EngineParts:
         if call.kind in _OPTIONAL_KINDS:
             removed = self.plugins.get(call.kind, call.name)
             plugins = self.plugins.without(removed, why)
-            config = without_plugin(self.config, removed)
+            config = without_plugin(self.config, removed, self.plugins.found)
             return dataclasses.replace(self, config=config, plugins=plugins)
         if call.kind == "scheduling_policies":
             policy = SchedulerConfig().policy

@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.errors import ConfigError, PluginNotFoundError, shown
+from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.registry.kinds import KINDS, Number, value_at
 from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
-from hardpoint.host.registry.references import with_references
+from hardpoint.host.registry.references import default_name, with_references
 from hardpoint.host.registry.selection import Selection
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.manifest import PluginEntry
@@ -201,7 +202,7 @@ def with_plugins(
     plugins = before.config.plugins
     enable = list(plugins.enable)
     disable, replace = list(plugins.disable), dict(plugins.replace)
-    values = dict(config)
+    values, found = dict(config), before.plugins.found
     for name in changes.disable:
         named = _named(before.plugins, name, "disable")
         if named.chosen_by is not None:
@@ -209,25 +210,27 @@ def with_plugins(
                 f"disable: {name!r} is the component that {named.chosen_by} chooses; replace it"
             )
         entry = named.entry
-        remaining = [item for item in enable if not _names(item, entry)]
+        remaining = [item for item in enable if not _names(item, entry, found)]
         if len(remaining) == len(enable):
             disable.append(f"{entry.kind}/{entry.name}")
         enable = remaining
         replace.pop(entry.name, None)
         before = _without_options(before, entry)
     for item in changes.enable:
-        disable = [name for name in disable if not _is_same(item, name)]
+        disable = [name for name in disable if not _enables(item, name, found)]
         enable.append(item)
     for name, use in changes.replace.items():
         named = _named(before.plugins, name, "replace")
         if named.chosen_by is None:
-            _replace(named.entry, use, enable, replace)
+            _replace(named.entry, use, enable, replace, found)
         elif named.number is Number.ONE:
             values[named.chosen_by] = use
         else:
             chosen = value_at(before.config, named.chosen_by)
             entry = named.entry
-            values[named.chosen_by] = [use if _names(item, entry) else item for item in chosen]
+            values[named.chosen_by] = [
+                use if _names(item, entry, found) else item for item in chosen
+            ]
     if (enable, disable, replace) != (plugins.enable, plugins.disable, plugins.replace):
         values |= {
             "plugins.enable": enable,
@@ -265,10 +268,12 @@ def with_policy(before: Settings, use: str, options: Mapping[str, Any], origin: 
     return _resolved(before, config, sources)
 
 
-def without_plugin(config: EngineConfig, entry: PluginEntry) -> EngineConfig:
+def without_plugin(
+    config: EngineConfig, entry: PluginEntry, installed: Sequence[InstalledPlugin]
+) -> EngineConfig:
     """Return a configuration that does not enable a component of a kind of many."""
     plugins = config.plugins
-    enable = [item for item in plugins.enable if not _names(item, entry)]
+    enable = [item for item in plugins.enable if not _names(item, entry, installed)]
     disable = plugins.disable
     if len(enable) == len(plugins.enable):
         disable = [*disable, f"{entry.kind}/{entry.name}"]
@@ -371,21 +376,47 @@ def _named(plugins: PluginSet, name: str, path: str) -> _NamedEntry:
     return _NamedEntry(matches[0], kind.chosen_by, kind.number)
 
 
-def _names(item: Any, entry: PluginEntry) -> bool:
+def _names(item: Any, entry: PluginEntry, installed: Sequence[InstalledPlugin]) -> bool:
+    """Return whether an item of the configuration enables a component under its name."""
+    use, name = _use_of(item)
+    if use == entry.value:
+        return (name or default_name(use, installed)) == entry.name
+    if name is not None:
+        return name == entry.name and ":" not in use
+    return use in (entry.name, entry.path)
+
+
+def _enables(item: Any, name: str, installed: Sequence[InstalledPlugin]) -> bool:
+    """Return whether an item would enable a component that is disabled by a name."""
+    use, own_name = _use_of(item)
+    plugins = [f for f in installed if use in _references(f)]
+    if own_name is not None:
+        plugins = [plugin for plugin in plugins if plugin.name == own_name]
+    return any(name in _references(plugin) for plugin in plugins)
+
+
+def _references(plugin: InstalledPlugin) -> tuple[str, str, str]:
+    return plugin.name, f"{plugin.kind}/{plugin.name}", plugin.value
+
+
+def _use_of(item: Any) -> tuple[str, str | None]:
+    """Return the reference and the name, if it has one, of an item of the configuration."""
     if isinstance(item, PluginUse):
-        item = item.name or item.use
-    elif isinstance(item, Mapping):
-        item = item.get("name") or item.get("use")
-    return item in (entry.name, f"{entry.kind}/{entry.name}", entry.value)
+        return item.use, item.name
+    if isinstance(item, Mapping):
+        return str(item.get("use")), item.get("name")
+    return str(item), None
 
 
-def _is_same(item: Any, name: str) -> bool:
-    return isinstance(item, str) and item in (name, name.partition("/")[2])
-
-
-def _replace(entry: PluginEntry, use: Any, enable: list[Any], replace: dict[str, Any]) -> None:
+def _replace(
+    entry: PluginEntry,
+    use: Any,
+    enable: list[Any],
+    replace: dict[str, Any],
+    installed: Sequence[InstalledPlugin],
+) -> None:
     for index, item in enumerate(enable):
-        if _names(item, entry):
+        if _names(item, entry, installed):
             enable[index] = PluginUse(use=use, name=entry.name)
             return
     replace[entry.name] = use

@@ -29,7 +29,7 @@ from .adapt import ComponentAdapters
 from .blame import faults_as
 from .discovery import InstalledPlugin
 from .kinds import KINDS
-from .loading import hook_functions, inspecting
+from .loading import hook_functions, inspecting, snake_case
 
 _PATHS = (
     "plugins.enable",
@@ -136,6 +136,15 @@ def _reference_of_object(target: Any) -> tuple[str, str]:
         f"no module has this object of {cls.__module__}:{cls.__qualname__} under a name; give it "
         f'one at the top level of the module, as "{cls.__module__}:name"'
     )
+
+
+def default_name(value: str, installed: Sequence[InstalledPlugin]) -> str:
+    """Return the name of an FQCN without another one: its entry point's, or by its class."""
+    known = next((plugin for plugin in installed if plugin.value == value), None)
+    if known is not None:
+        return known.name
+    module, _, qualname = value.partition(":")
+    return snake_case((qualname or module).rpartition(".")[2])
 
 
 def with_handed_over(

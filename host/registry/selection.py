@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import NamedTuple
 
 from hardpoint.errors import (
     ConfigError,
@@ -31,8 +32,8 @@ from .discovery import (
     toml_key,
 )
 from .kinds import KINDS, Number, PluginKind, value_at
-from .loading import inspecting, marks_hooks, snake_case
-from .references import provided_by
+from .loading import inspecting, marks_hooks
+from .references import default_name, provided_by
 
 AUTO = "auto"
 """The word that leaves a choice to the engine."""
@@ -42,6 +43,15 @@ _CANDIDATES = ("native_cpu", "triton", "torch")
 """Built-ins of both kinds, of which each device has one if `backend` is "auto"."""
 _SET_BY = {"kv_connector.use": "kv_connector.stores"}
 """Settings by the path of another one that has a value because of them."""
+
+
+class _Disabled(NamedTuple):
+    """A component that is off."""
+
+    path: str
+    """The setting that disables it."""
+    value: str
+    """Its class."""
 
 
 class Selection:
@@ -60,7 +70,7 @@ class Selection:
         self._found = [f for f in installed if f.known_kind]
         self._unknown = [f for f in installed if not f.known_kind]
         self._on: dict[tuple[str, str], SelectedPlugin] = {}
-        self._disabled: dict[tuple[str, str], str] = {}  # the path that disables it
+        self._disabled: dict[tuple[str, str], _Disabled] = {}
         self._kept_off: set[InstalledPlugin] = set()  # of those that a program hands over
         self._check_proof = RequiredProofs(config.plugins).check
         self.adapters = ComponentAdapters(self.enabled_adapters)
@@ -263,6 +273,12 @@ class Selection:
                 f"{path}: {use!r} is of kind {chosen.kind.name}{few}; choose it "
                 f"with {chosen.kind.chosen_by} (from {self._config_sources.of(path)})"
             )
+        off = self._disabled.get((chosen.kind.name, chosen.name))
+        if off is not None and off.value == chosen.source.value:
+            raise ConfigError(
+                f"{path}: {use!r} is off, by {off.path}; remove one of the two "
+                f"(from {self._config_sources.of(path)})"
+            )
         if name is None:
             self._check_unnamed(chosen, path)
         other = self._on.get((chosen.kind.name, chosen.name))
@@ -287,7 +303,8 @@ class Selection:
     def _disable(self, *, provided: bool) -> None:
         """Switch off disabled plugins; the call with `provided` includes plugins from hooks."""
         for index, name in enumerate(self._config.plugins.disable):
-            if (path := f"plugins.disable[{index}]") in self._disabled.values():
+            path = f"plugins.disable[{index}]"
+            if any(off.path == path for off in self._disabled.values()):
                 continue
             if name in self._config.plugins.enable:
                 raise ConfigError(
@@ -305,7 +322,7 @@ class Selection:
             for key in self._keys_of(name, path, on):
                 if self._on.pop(key, None) is None:
                     self._kept_off.add(passed[key])
-                self._disabled[key] = path
+                self._disabled[key] = _Disabled(path, on[key].source.value)
 
     def _replace(self) -> None:
         for name, reference in self._config.plugins.replace.items():
@@ -328,11 +345,10 @@ class Selection:
         if keys:
             choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
             raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
-        for key, disabled_by in self._disabled.items():
+        for key, off in self._disabled.items():
             if name in (key[1], "/".join(key)):
                 raise PluginNotFoundError(
-                    f"{path}: {name!r} is off, by {disabled_by}; remove one of the two "
-                    f"(from {origin})"
+                    f"{path}: {name!r} is off, by {off.path}; remove one of the two (from {origin})"
                 )
         self._check_kind(name, path)
         for kind in KINDS.values():
@@ -416,7 +432,7 @@ class Selection:
                 f"(from {self._config_sources.of(path)})"
             )
         known = next((f for f in self._found if f.value == value), None)
-        name = known.name if known else snake_case((qualname or module).rpartition(".")[2])
+        name = default_name(value, self._found)
         asked_by = self._asked_by(path, builtin=known is not None and known.builtin)
         source = known.source(asked_by) if known else Source.of_module(name, value, asked_by)
         self._check_proof(source)

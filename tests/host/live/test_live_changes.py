@@ -161,6 +161,32 @@ class TestPlugins:
         llm.plugins.change(enable=[Pick])
         assert picked(llm) == forced(0)  # the options went with it
 
+    def test_one_of_two_uses_of_a_class(self, llm):
+        fqcn = f"{MODULE}:Pick"
+        llm.plugins.change(enable=[fqcn, {"use": fqcn, "name": "second"}])
+
+        def on():
+            entries = llm.plugins.manifest.entries
+            return {e.name: e.value for e in entries if e.value.startswith(MODULE)}
+
+        llm.plugins.change(replace={"second": Twice})
+        assert on() == {"pick": fqcn, "second": f"{MODULE}:Twice"}
+        llm.plugins.change(replace={"second": Pick})
+        llm.plugins.disable("second")
+        assert on() == {"pick": fqcn}
+        llm.plugins.enable({"use": fqcn, "name": "second"})
+        llm.plugins.disable("pick")
+        assert on() == {"second": fqcn}
+
+    @pytest.mark.parametrize("name", ["min_p", "logits_processors/min_p"])
+    @pytest.mark.parametrize("use", ["name", "path", "class", "table"])
+    def test_a_disabled_plugin_is_enabled_again(self, llm, name, use):
+        entry = next(e for e in llm.plugins.manifest.entries if e.name == "min_p")
+        uses = {"name": entry.name, "path": entry.path, "class": entry.value}
+        llm.plugins.disable(name)
+        manifest = llm.plugins.enable(uses.get(use, {"use": entry.value, "name": "min_p"}))
+        assert "min_p" in {e.name for e in manifest.entries}
+
     def test_a_batch_level_one_joins_a_running_batch(self, llm):
         engine = llm.llm_engine
         params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -135,6 +135,24 @@ def test_a_disabled_plugin_is_reported_with_the_setting(refusal, config):
     assert "'min_p' is off, by plugins.disable[0]; remove one of the two" in message
 
 
+@pytest.mark.parametrize("disable", ["min_p", "logits_processors/min_p"])
+@pytest.mark.parametrize(
+    "enable",
+    ["min_p", "logits_processors/min_p", {"use": "min_p"}, {"use": "min_p", "name": "min_p"}],
+)
+def test_what_is_disabled_is_not_enabled_as_well(refusal, disable, enable):
+    message = refusal(ConfigError, plugins={"disable": [disable], "enable": [enable]})
+    assert message.startswith(("plugins.enable[0]: ", "plugins.disable[0]: "))
+    assert "; remove one of the two (from " in message
+
+
+def test_a_disabled_plugin_gives_its_name_to_another_one(installed):
+    value = installed.offer("logits_processors/min_q", component(LogitsProcessor))
+    use = {"use": value, "name": "min_p"}
+    plugins = installed.resolve(plugins={"disable": ["min_p"], "enable": [use]})
+    assert on(plugins)["logits_processors/min_p"] == value
+
+
 def test_a_neighbour_that_nothing_has_is_a_warning(installed):
     wishes = {"before": ("top_k", "top_q"), "after": ("nobody",)}
     installed.offer("logits_processors/dry", component(LogitsProcessor, **wishes))

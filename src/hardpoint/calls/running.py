@@ -123,9 +123,12 @@ class SyncRequests:
         """Complete any number of prompts; yield outputs, or errors, with their positions."""
         default = self._engine.default_sampling_params()
 
-        def request(prompt: Prompt, params: SamplingParams | None) -> Request:
+        def request(prompt: Prompt, params: SamplingParams | None) -> Request | RequestError:
             final_params = with_output_kind(params or default, RequestOutputKind.FINAL_ONLY)
-            return self.images.prompt(prompt), final_params, RequestExtras()
+            try:
+                return self.images.prompt(prompt), final_params, RequestExtras()
+            except RequestError as error:
+                return error
 
         window = 2 * self._engine.parts.config.scheduler.max_num_seqs
         prepared = (request(prompt, params) for prompt, params in requests)
@@ -202,8 +205,15 @@ class SyncRequests:
 class UnorderedCall:
     """Any number of prompts; as many are open as the engine has room for."""
 
-    def __init__(self, calls: OpenCalls, requests: Iterable[Request], window: int) -> None:
-        """`window`: requests that are open at the same time."""
+    def __init__(
+        self, calls: OpenCalls, requests: Iterable[Request | RequestError], window: int
+    ) -> None:
+        """Add nothing yet.
+
+        Args:
+            requests: or the errors of those that could not be prepared.
+            window: requests that are open at the same time.
+        """
         self._calls, self._window = calls, window
         self._source = enumerate(requests)
         self._held: collections.deque[tuple[int, Request]] = collections.deque()
@@ -238,15 +248,19 @@ class UnorderedCall:
             entry = self._held.popleft() if self._held else next(self._source, None)
             if entry is None:
                 return
+            position, request = entry
+            if isinstance(request, RequestError):
+                yield position, request
+                continue
             try:
-                (request_id,) = self._calls.add([entry[1]], self._outputs)
+                (request_id,) = self._calls.add([request], self._outputs)
             except OverloadedError as error:
-                self._hold(entry, error)
+                self._hold((position, request), error)
                 return
             except RequestError as error:
-                yield entry[0], error
+                yield position, error
             else:
-                self._live[request_id] = entry
+                self._live[request_id] = position, request
 
     def _hold(self, entry: tuple[int, Request], error: OverloadedError) -> None:
         if not self._live:

@@ -76,6 +76,12 @@ class StepInput:
         samples[[r.request_id in request_ids or r in requests for r in self.requests]] = False
         return samples
 
+    def replace_last(self, tokens: Mapping[LogitsRequest, int | None]) -> None:
+        """Replace the last token of each request that has another one."""
+        for index, request in enumerate(self.requests):
+            if (token := tokens.get(request)) is not None:
+                self.token_ids[int(self.query_starts[index + 1]) - 1] = token
+
     def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
         """Return the experts of the tokens of each request that asks for them."""
         rows, starts = routed.cpu().numpy(), self.query_starts

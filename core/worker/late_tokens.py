@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,7 @@ class LateTokens:
         """Wait for the tokens; pass them to the output, the batch and the processors' states.
 
         Returns:
-            The token of each request, None after a fault, and whether others than `ids` replace
-            them.
+            The token of each request, None after a fault, and whether one differs from its `ids`.
         """
         requests, output, sampled = self.requests, self.output, self.finish()
         output.faults |= sampled.faults
@@ -73,4 +72,21 @@ class LateTokens:
             for request, distribution in zip(users, observed, strict=True):
                 output.observed_logprobs[request.request_id] = [distribution.logprob]
             output.end(pipeline.observe(users, [sampled.tokens[row] for row in seen], observed))
-        return tokens, ids is not self.ids
+        if ids is self.ids:
+            return tokens, False
+        read = self.ids.tolist()
+        return tokens, any(read[row] != sampled.tokens[row] for row in rows)
+
+    def over(self, tokens: Mapping[LogitsRequest, int | None]) -> set[LogitsRequest]:
+        """Return the requests that end with their token: no plugin runs for their next one."""
+        ended = self.output.faults.keys() | self.output.finishes.keys()
+        return {
+            request
+            for request, token in tokens.items()
+            if token is None
+            or request.request_id in ended
+            or (
+                token in request.stop_token_ids
+                and len(request.output_token_ids) > request.params.min_tokens
+            )
+        }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class ModelRunner:
         self._float32_rows = Float32Rows()
         self._pending: _Pending | None = None
         self._late: tuple[LateTokens, LateOutput] | None = None
-        self._failed: set[LogitsRequest] = set()  # at the last tokens
+        self._over: set[LogitsRequest] = set()  # with the last tokens
         self._broken: Ends = {}  # could not start; not reported yet
         self._pooled: set[str] = set()  # requests that get no token
 
@@ -157,9 +157,8 @@ class ModelRunner:
             step.needed = step.read_tokens(self._device)
         routed = self._receive_experts(step) if self._has_experts else None
         hidden = self._forward(step, before, routed)
-        if has_parts:
-            hidden = self.parts.hidden(hidden, step.requests, step.query_starts)
-            self.parts.after_layers()
+        if has_parts and self._late is None:  # else when the step is not to be run again
+            hidden = self._after_layers(step, hidden)
         if not self._is_last:
             self._ranks.send_hidden(hidden)
             if routed is not None:
@@ -214,6 +213,11 @@ class ModelRunner:
         tensors = step.token_ids, step.positions, attend, before, routed, types, recur
         return ForwardBatch(*tensors, needed=step.needed)
 
+    def _after_layers(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.parts.hidden(hidden, step.requests, step.query_starts)
+        self.parts.after_layers()
+        return hidden
+
     def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if self.parts:
             self.parts.report(output)
@@ -254,11 +258,11 @@ class ModelRunner:
             output.prompt_logprobs = prompt_logprobs(step, self._device, logits_of)
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
-        batch, samples, failed = self._batch, step.samples, self._failed
+        batch, samples, over = self._batch, step.samples, self._over
         groups = batch.groups
-        if (skipped := output.faults.keys() | self._pooled) or failed or groups.by_leader:
-            samples = step.samples_without(skipped, failed | groups.members)
-            self._failed = set()
+        if (skipped := output.faults.keys() | self._pooled) or over or groups.by_leader:
+            samples = step.samples_without(skipped, over | groups.members)
+            self._over = set()
         if len(indices := samples.nonzero()[0]):
             last = step.query_starts[1:][indices] - 1
             requests = [step.requests[index] for index in indices.tolist()]
@@ -329,7 +333,9 @@ class ModelRunner:
         assert self._sampling is not None
         if overlaps := overlaps and not self._are_many:
             follower = self._sampling.pipeline.followed_by(requests)
-            output.waited_for = self.parts.reads_tokens or follower or ""
+            # A step that runs again would advance states a second time.
+            states = "" if self.attention.states is None else self.model.source.name
+            output.waited_for = self.parts.reads_tokens or follower or states
             overlaps = not output.waited_for
         if overlaps and (self._around_model is not None or batch.groups.by_leader):
             # The next step overwrites hidden states, and may have no groups.
@@ -356,22 +362,16 @@ class ModelRunner:
         assert self._sampling is not None
         self._late = None
         tokens, are_replaced = late.distribute(self._batch, self._sampling.pipeline)
-        self._failed = {request for request, token in tokens.items() if token is None}
-        if are_replaced and self._pending is not None:
-            self._run_again(tokens)
+        if self._pending is not None:
+            self._over = late.over(tokens)
+            plan, step, hidden, routed = self._pending
+            if are_replaced:
+                step.replace_last(tokens)
+                hidden = self._forward(step, None, routed)
+            if plan.part_data or self.parts:
+                hidden = self._after_layers(step, hidden)
+            self._pending = plan, step, hidden, routed
         return late.output
-
-    def _run_again(self, tokens: Mapping[LogitsRequest, int | None]) -> None:
-        """Run the pending step again: some tokens that it has read were replaced."""
-        assert self._pending is not None
-        plan, step, hidden, routed = self._pending
-        for index, request in enumerate(step.requests):
-            if (token := tokens.get(request)) is not None:
-                step.token_ids[int(step.query_starts[index + 1]) - 1] = token
-        hidden = self._forward(step, None, routed)
-        if self.parts:
-            hidden = self.parts.hidden(hidden, step.requests, step.query_starts)
-        self._pending = plan, step, hidden, routed
 
     def _verify(
         self,

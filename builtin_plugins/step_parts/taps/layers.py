@@ -149,8 +149,9 @@ class TapsInLayers(WorkerStep, ResidualStream):
         rows: StepRows,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Call the taps of a layer after one of its branches; return their changes."""
-        if self._rows is not rows:
+        if self._rows is not rows:  # of a step that runs again, the last pass counts
             self._rows, self._calls, self._exited = rows, dict(self._calls_of(rows)), None
+            self._read = []
         before, added = residual, delta
         for place in _PLACES[branch]:
             for (name, site), call in self._calls.items():

@@ -6,12 +6,15 @@ import random
 from pathlib import Path
 
 import pytest
+from support.builtins.state_models import HybridModel, StateModel, state_config
 from support.driving import FINAL, alone, run, summary, varied_jobs
+from support.internals import engine_of
 from support.plugins.late_ops import KnownOps
+from support.samples import Sample
 from support.searching import searches_long
 
-from hardpoint import SamplingParams, plugins
-from hardpoint.plugins import LogitsProcessor, Phase
+from hardpoint import LLM, SamplingParams, plugins
+from hardpoint.plugins import EngineHalf, Finish, LogitsProcessor, Phase, StepPart, WorkerHalf
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_engine
 from hardpoint.testing.timing.stream_ops import StreamOps
@@ -183,19 +186,19 @@ def test_random_schedules(scripted, open_engine, first):
     assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
 
 
-class Breaks(LogitsProcessor):
-    """Makes all rows NaN from a number of tokens of one of its requests on."""
+class Breaks(Sample, LogitsProcessor, contract=1):
+    """Makes rows NaN from a number of tokens of its request on: its own, or all of them."""
 
-    contract = 1
     phase = Phase.BIAS
 
     class Arguments(plugins.Arguments):
         after: int
+        others: bool = False
 
     def apply(self, logits, rows):
-        counts = [len(request.output_token_ids) for request in rows.requests]
-        if any(n >= a.after for n, a in zip(counts, rows.arguments(), strict=True)):
-            logits[:] = float("nan")
+        for index, (request, own) in enumerate(zip(rows.requests, rows.arguments(), strict=True)):
+            if len(request.output_token_ids) >= own.after:
+                logits[slice(None) if own.others else index] = float("nan")
         return logits
 
 
@@ -208,7 +211,7 @@ def test_rows_that_break_end_alone_and_the_next_step_runs_again(scripted, open_e
 
     jobs = [
         job("plain"),
-        job("breaks", plugin_args={"breaks": {"after": 6}}),
+        job("breaks", plugin_args={"breaks": {"after": 6, "others": True}}),
         job("uses it, too", plugin_args={"breaks": {"after": 99}}),
     ]
     engine = scripted_engine(scripted, processors)
@@ -218,4 +221,108 @@ def test_rows_that_break_end_alone_and_the_next_step_runs_again(scripted, open_e
     assert run(engine, jobs) == expected
     reasons = {name: completions[0][0][3] for name, completions in expected.items()}
     assert reasons == {"plain": "length", "breaks": "error", "uses it, too": "length"}
+    assert KnownOps.opened[-1].num_overlaps > 3
+
+
+class Spent(Sample, LogitsProcessor, contract=1):
+    """Has a state that is empty from the end of a request on."""
+
+    phase = Phase.BIAS
+    num_empty = 0
+
+    class Arguments(plugins.Arguments):
+        count: int
+
+    def start(self, request):
+        return [request.params.stop_token_ids] * request.arguments["spent"].count
+
+    def advance(self, state, token):
+        stops = state.pop()
+        if token in stops:
+            state.clear()
+        elif not state:
+            return Finish("spent")
+        return state
+
+    def apply(self, logits, rows):
+        Spent.num_empty += sum(not state for state in rows.states())
+        return logits
+
+
+class Counts(Sample, StepPart, contract=1):
+    """Counts the calls of its worker half in each step."""
+
+    calls = []
+
+    def engine_half(self, context):
+        class Engine(EngineHalf):
+            def uses(self, request):
+                return True
+
+            def begin(self, plan):
+                return b""
+
+        return Engine()
+
+    def worker_half(self, context):
+        class Worker(WorkerHalf):
+            def begin(self, plan, data):
+                Counts.calls.append([])
+
+            def hidden(self, hidden, rows):
+                Counts.calls[-1].append("hidden")
+
+            def after_layers(self):
+                Counts.calls[-1].append("after_layers")
+
+        return Worker()
+
+
+def jobs_with(arguments, **more):
+    settings = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **FINAL}
+    uses = [{}, {}, {"plugin_args": arguments, **more}]
+    return [
+        (f"r{index}", [index, 9, 7] * 4, SamplingParams(**settings, **use))
+        for index, use in enumerate(uses)
+    ]
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("model", [HybridModel, StateModel])
+def test_states_advance_once(model, others, tmp_path):
+    jobs = jobs_with({"breaks": {"after": 6, "others": others}})
+
+    def results(name, extra):
+        extra = {**extra, "plugins": {"enable": [f"{__name__}:Breaks"]}}
+        with LLM(config=state_config(tmp_path / name, model, extra)) as llm:
+            outputs = run(engine_of(llm), jobs)
+            return outputs, engine_of(llm).call_utility("scheduler_stats").num_waits_for_results
+
+    expected, _ = results("plain", {})
+    found, waits = results("overlapping", overlapping({}))
+    assert found == expected
+    assert list(waits) == [model.__name__]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_parts_are_called_once_in_a_step_that_runs_again(open_engine, others):
+    Counts.calls.clear()
+    enable = [f"{__name__}:Breaks", f"{__name__}:Counts"]
+    engine = open_engine(overlapping({"plugins": {"enable": enable}}))
+    run(engine, jobs_with({"breaks": {"after": 6, "others": others}}))
+    assert KnownOps.opened[-1].num_overlaps > 3
+    assert [calls for calls in Counts.calls if calls] == [["hidden", "after_layers"]] * 20
+
+
+@pytest.mark.parametrize("stops", [[], [*range(0, 256, 3)]], ids=["finish", "stop token"])
+def test_no_plugin_runs_after_the_end_of_a_request(scripted, stops):
+    jobs = jobs_with({"spent": {"count": 6}}, stop_token_ids=stops)
+    enable = {"plugins": {"enable": [f"{__name__}:Spent"]}}
+    found, Spent.num_empty = [], 0
+    for extra in ({}, overlapping({})):
+        engine = scripted_engine(scripted, {**enable, **extra})
+        found.append(run(engine, jobs))
+        engine.close()
+    assert found[0] == found[1]
+    assert Spent.num_empty == 0
     assert KnownOps.opened[-1].num_overlaps > 3

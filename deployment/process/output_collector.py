@@ -87,6 +87,7 @@ def _append(held: CompletionOutput, new: CompletionOutput) -> None:
     held.content = _joined(held.content, new.content)
     for call in new.tool_calls or ():
         _append_call(held, call, before)
+    held.void_calls = new.void_calls
     held.warning, held.validation_error = new.warning, new.validation_error
     if held.logprobs is None:
         held.logprobs = new.logprobs

@@ -102,7 +102,8 @@ def _joined(deltas):
             else:
                 calls[part.index] = copied(part)
                 calls[part.index].content_before += before
-    return {**whole, "tool_calls": list(calls.values())}
+    void = whole.pop("void_calls", ())
+    return {**whole, "tool_calls": [call for index, call in calls.items() if index not in void]}
 
 
 def typed_events(server, path, body, **kwargs):

@@ -36,6 +36,7 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
         self._open: Kind | None = None
         self._num_items = 0
         self._call: ToolCall | None = None
+        self._void_calls: Sequence[int] = ()
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Any:
         """Return the body of the answer; see the base."""
@@ -84,6 +85,7 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
 
     def _parts(self, completion: CompletionOutput) -> Iterator[bytes]:
         """Yield the events of new reasoning, text and calls."""
+        self._void_calls = completion.void_calls
         going_on, begun = split_calls(completion.tool_calls, self._call)
         yield from self._called(going_on)
         if completion.reasoning:

@@ -180,7 +180,7 @@ class MessageAnswer(ItemAnswer):
     def _released(self) -> Iterator[bytes]:
         call, self._call = self._call, None
         arguments = "".join(self._arguments)
-        if call is None or whole_arguments(arguments) is None:
+        if call is None or call.index in self._void_calls or whole_arguments(arguments) is None:
             return
         yield from self._block("call", OutputToolUseBlock(call.id or "", call.name or "", {}))
         yield self._delta(arguments)

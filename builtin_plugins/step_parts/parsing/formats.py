@@ -126,5 +126,6 @@ class ParsedReader(OutputReader):
         self._parser.parse(completion.text, finished=finished)
         parts = self._parser.parts
         completion.reasoning, completion.content, completion.tool_calls = parts.pop()
+        completion.void_calls = tuple(parts.void_calls)
         if finished:
             completion.warning = parts.warning

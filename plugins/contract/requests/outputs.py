@@ -203,6 +203,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
         reasoning: part of the text that an output parser finds to be reasoning; None without any.
         content: part of the text that is the answer; None without any, or without an output parser.
         tool_calls: tool calls in the text; None or at least one.
+        void_calls: indexes of calls whose parts earlier outputs of a stream have, and which turned
+            out to be malformed: their text is content.
         warning: problem that an output parser found: a malformed call, or reasoning without an end.
         validation_error: mistake in an answer that is JSON of a `lenient` schema.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
@@ -235,6 +237,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     reasoning: str | None = None
     content: str | None = None
     tool_calls: list[ToolCall] | None = None
+    void_calls: Sequence[int] = ()
     warning: str | None = None
     validation_error: str | None = None
     cumulative_logprob: float | None = None

@@ -47,6 +47,7 @@ class CompletionParts:
     Attributes:
         warning: problem of the output, if there is one.
         has_calls: whether there is a complete tool call.
+        void_calls: indexes of calls that were output and then broke.
         end: the end of the request by the parser; None without any.
     """
 
@@ -60,7 +61,7 @@ class CompletionParts:
         """
         self._delta, self._parallel = delta, parallel
         self._in_extra_call = False
-        self._void: list[int] = []  # indexes of calls that were output and then broke
+        self.void_calls: list[int] = []
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._space: list[str] = []  # that waits
@@ -79,8 +80,9 @@ class CompletionParts:
         reasons = list(self._warnings)
         if (more := len(reasons) - _MOST_WARNINGS) > 0:
             reasons[_MOST_WARNINGS:] = [f"{more} more"]
-        if self._void:  # a stream cannot take back its earlier outputs
-            reasons.append(f"void are the calls begun with index {', '.join(map(str, self._void))}")
+        if self.void_calls:  # a stream cannot take back its earlier outputs
+            void = ", ".join(map(str, self.void_calls))
+            reasons.append(f"void are the calls begun with index {void}")
         return "; ".join(reasons)
 
     def warn(self, reason: str) -> None:
@@ -140,7 +142,7 @@ class CompletionParts:
         self._in_call = False
         call = self._calls.pop()
         if call.shown:
-            self._void.append(call.index)
+            self.void_calls.append(call.index)
         else:
             self._num_calls -= 1
 

@@ -46,6 +46,8 @@ CALLED = (
     {"finish_reason": "tool_calls"},
 )
 """An answer of all kinds of blocks, some of which share a delta."""
+REST, VOID = {"tool_calls": [call(0, arguments='"Rome"}')]}, {"void_calls": (0,)}
+"""The rest of the arguments, and the mark of a call that is void all the same."""
 MORE = (
     {"content": "A"},
     {"tool_calls": [call(0, "call_1", "weather", "{}")]},
@@ -214,10 +216,12 @@ def test_blocks_come_in_the_order_of_the_answer(server):
         # As the engine gives them: the text of a call that is void is content.
         (({"content": '<call>{"place":oops'}, {"finish_reason": "stop"}), "end_turn"),
         (({"content": '<call>{"place":', "finish_reason": "length"},), "max_tokens"),
+        ((REST, {"content": "oops", **VOID}, {**VOID, "finish_reason": "stop"}), "end_turn"),
+        (({**REST, "content": "oops", **VOID, "finish_reason": "length"},), "max_tokens"),
         (({"finish_reason": "length"},), "max_tokens"),
         (({"reasoning": "Hm", "finish_reason": "stop"},), "end_turn"),
     ],
-    ids=["malformed", "cut", "no text", "thinking"],
+    ids=["malformed", "cut", "void", "void and cut", "no text", "thinking"],
 )
 def test_half_a_call_is_no_block(server, end, reason):
     deltas = (

@@ -58,6 +58,8 @@ BROKEN = (
     {"tool_calls": [call(0, arguments='{"place":')]},
 )
 """The beginning of an answer whose call breaks off."""
+REST, VOID = {"tool_calls": [call(0, arguments='"Rome"}')]}, {"void_calls": (0,)}
+"""The rest of the arguments, and the mark of a call that is void all the same."""
 
 
 @pytest.fixture(scope="module")
@@ -315,10 +317,12 @@ def test_log_probabilities_are_those_of_the_text(server):
             "completed",
         ),
         (({"content": '<call>{"place":', "finish_reason": "length"},), "incomplete"),
+        ((REST, {"content": "oops", **VOID}, {**VOID, "finish_reason": "stop"}), "completed"),
+        (({**REST, "content": "oops", **VOID, "finish_reason": "length"},), "incomplete"),
         (({"reasoning": "Hm"}, {"content": "So.", "finish_reason": "stop"}), "completed"),
         (({"finish_reason": "length"},), "incomplete"),
     ],
-    ids=["malformed", "cut", "reasoning", "no text"],
+    ids=["malformed", "cut", "void", "void and cut", "reasoning", "no text"],
 )
 def test_a_broken_call_is_never_completed(server, end, status):
     events = streamed(server, deltas=(*BROKEN, *end))

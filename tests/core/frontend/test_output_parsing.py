@@ -152,6 +152,7 @@ def test_a_malformed_call_is_content_with_a_warning(open_engine, kind):
     if kind is RequestOutputKind.DELTA:
         warning += "; void are the calls begun with index 0"
     assert outputs[-1].warning == warning
+    assert list(outputs[-1].void_calls) == [0] * (kind is RequestOutputKind.DELTA)
     if kind is not RequestOutputKind.DELTA:  # what was streamed cannot be taken back
         assert calls == []
 
@@ -173,6 +174,7 @@ def test_the_warning_names_a_call_that_was_shown_before_it_broke():
     parts.add([MalformedText("tru", "no JSON")])
     assert parts.pop() == (None, "tru", None)
     assert parts.warning == "no JSON; void are the calls begun with index 0"
+    assert parts.void_calls == [0]
 
 
 def test_all_warnings_of_an_answer_are_kept():

@@ -359,6 +359,8 @@ class ResponseAnswer(ItemAnswer):
         if opened is None:
             return
         self._open = self._call = self._item = None
+        if opened.call is not None and opened.call.index in self._void_calls:
+            status = "incomplete"
         item = opened.item(status)
         name = opened.event.removesuffix("delta") + "done"
         if not isinstance(item, _CALLS):

@@ -237,13 +237,17 @@ class OutputCheck:
                 unknown.add(id(output))
             if id(output) not in with_fields or id(output) in unknown:
                 continue
-            _check_fields(output, self._requests[output.request_id], fields)
+            expected = self._requests.get(output.request_id)
+            if expected is None:  # another thread has aborted it since `_count`
+                unknown.add(id(output))
+                continue
+            _check_fields(output, expected, fields)
             if output.finish_reason is not None:
                 ended.add(output.request_id)
             if self._is_remote:
                 output.faulty_plugin = None
         for request_id in ended:
-            del self._requests[request_id]
+            self._requests.pop(request_id, None)
 
 
 _GETTERS = {field: attrgetter(field) for field in RARE_FIELDS}

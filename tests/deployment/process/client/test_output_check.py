@@ -282,6 +282,20 @@ def test_outputs_of_other_requests_are_left_out():
     assert aborted.outputs == []
 
 
+@pytest.mark.parametrize("step", ["_check_fields", "_ids_with"])
+def test_an_abort_while_an_output_is_checked_is_no_error(monkeypatch, step):
+    check = checker()
+    run = getattr(output_check, step)
+
+    def abort_first(*args):
+        check.forget(["r"])
+        return run(*args)
+
+    monkeypatch.setattr(output_check, step, abort_first)
+    check.check(one(new_token_ids=[5], finish_reason=FinishReason.LENGTH))
+    assert check.num_requests == 0
+
+
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_a_remote_engine_quarantines_no_plugin(is_remote):
     check = checker(is_remote=is_remote)

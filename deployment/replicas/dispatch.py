@@ -145,6 +145,9 @@ class Dispatch:
             EngineDeadError: the engine is gone.
             RequestError: the request cannot be encoded.
         """
+        with self._lock:
+            if not self._ledger.has(entry):  # it was aborted
+                return
         attempt = replica.open_client.offer_requests([entry.resumed()])
         while not self._try(replica, [entry.request.request_id], attempt, may_wait=True):
             time.sleep(RETRY_S)
@@ -166,6 +169,7 @@ class Dispatch:
         """
         if attempt():
             replica.blocked_since = None
+            self._abort_gone(replica, request_ids)
             return True
         if replica.is_reachable:
             now = time.monotonic()
@@ -187,3 +191,10 @@ class Dispatch:
         if not may_wait:  # else the caller sends them
             self.send_waiting()
         return True
+
+    def _abort_gone(self, replica: Replica, request_ids: Sequence[str]) -> None:
+        """Abort requests at their engine if they were aborted before they were sent."""
+        with self._lock:
+            gone = [name for name in request_ids if self._ledger.get(name) is None]
+        if gone:
+            replica.open_client.abort_requests(gone)

@@ -72,6 +72,35 @@ def test_requests_wait_for_an_engine_that_is_restarted(world):
     wait_until(lambda: world.of(0).ids == ["a", "c"], what="the requests")
 
 
+@pytest.mark.parametrize("is_sent_first", [False, True])
+def test_an_abort_during_the_sending_reaches_the_engine(world, monkeypatch, is_sent_first):
+    group = world.group(1, restarts=3)
+    for name in ("a", "b"):
+        group.add_request(request(name))
+    offer = Engine.offer_requests
+
+    def offered(self, requests):
+        attempt = offer(self, requests)
+        if [request.request_id for request in requests] != ["a"]:
+            return attempt
+
+        def aborting():
+            if not is_sent_first:
+                group.abort_requests(["a", "b"])
+            attempt()
+            if is_sent_first:
+                group.abort_requests(["a", "b"])
+            return True
+
+        return aborting
+
+    monkeypatch.setattr(Engine, "offer_requests", offered)
+    world.of(0).die(killed=True)
+    wait_until(lambda: len(world.engines) == 2 and "a" in world.of(0).aborted, what="the abort")
+    assert world.of(0).ids == ["a"]
+    assert world.of(0).aborted[-1] == "a"
+
+
 def test_one_that_dies_while_it_starts_is_tried_again_as_often_as_allowed(world):
     group = world.group(1, restarts=2)
     group.add_request(request("a"))

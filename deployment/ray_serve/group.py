@@ -131,7 +131,7 @@ class ServeGroup(ReplicaSet):
         with self._joining:
             while self._fleet.num_wanted > 0 and not self._replicas.is_closed:
                 try:
-                    self._replicas.add(1)
+                    self._replicas.add(1, self._replicas.remove)
                 except HardpointError as error:
                     _log.warning("an engine of Ray Serve cannot be opened: %s", error)
                     time.sleep(pause_s)

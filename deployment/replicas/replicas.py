@@ -157,8 +157,12 @@ class Replicas:
         self._open_together(others)
         return client
 
-    def add(self, count: int) -> None:
+    def add(self, count: int, end: Callable[[Replica], object]) -> None:
         """Start further engines, all of them or none; they have the lowest numbers that are free.
+
+        Args:
+            count: how many.
+            end: ends each if one cannot be started; others may serve by then.
 
         Raises:
             HardpointError: one cannot be started; the message names it.
@@ -173,7 +177,7 @@ class Replicas:
             self._open_together(added)
         except BaseException:
             for replica in added:
-                self.remove(replica)
+                end(replica)
             raise
 
     def _open_together(self, replicas: Sequence[Replica]) -> None:
@@ -236,10 +240,12 @@ class Replicas:
         for replica in dead:
             self.remove(replica)
 
-    def remove(self, replica: Replica) -> None:
-        """End an engine without requests."""
+    def remove(self, replica: Replica) -> bool:
+        """End an engine without requests; return whether it did not serve again."""
         with self._changed:
-            replica.is_serving = replica.is_starting = False
+            if replica.is_serving:  # the others have died, see `keep_draining`
+                return False
+            replica.is_starting = False
             if self.is_current(replica):
                 del self._replicas[replica.rank]
                 self.totals.end(replica.rank, replica.stats)
@@ -250,6 +256,7 @@ class Replicas:
         if starting is not None:
             starting.close(0)
         self.forget(replica.client)
+        return True
 
     def open(self, replica: Replica, num_sharing: int = 1) -> ReplicaClient:
         """Start the process of an engine, which serves from then on; return its client.

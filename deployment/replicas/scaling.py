@@ -145,7 +145,7 @@ class Scaling:
         """Start engines, or else end some; see `scale`."""
         if num_added:
             self._replicas.remove_dead()
-            self._replicas.add(num_added)
+            self._replicas.add(num_added, self._end)
         if retired:
             self._retire([self._replicas.of(rank) for rank in retired], drain_s)
 
@@ -153,14 +153,23 @@ class Scaling:
         for replica in replicas:
             self._replicas.drain(replica)
         self._wait_without_requests(replicas, drain_s)
-        for rank in [replica.rank for replica in replicas]:
-            while rank in self._replicas.ranks:  # twice, if it dies in the meantime
-                current = self._replicas.of(rank)
-                if current.is_serving:  # the others have died
-                    break
-                self._move(current)
-                self._replicas.remove(current)
-                self._report_end(current)
+        for replica in replicas:
+            self._end_drained(replica.rank)
+
+    def _end(self, replica: Replica) -> None:
+        self._replicas.drain(replica)
+        self._end_drained(replica.rank)
+
+    def _end_drained(self, rank: int) -> None:
+        """End an engine, unless it serves again; its requests go on at others."""
+        while rank in self._replicas.ranks:  # twice, if it dies in the meantime
+            current = self._replicas.of(rank)
+            if current.is_serving:  # the others have died
+                break
+            self._move(current)
+            if not self._replicas.remove(current):
+                break
+            self._report_end(current)
 
     def _wait_without_requests(self, replicas: Sequence[Replica], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -67,6 +67,37 @@ def test_engines_that_cannot_be_started_are_none_of_them(world):
     assert group.scale(3, 0.0) == EngineSet(1, (0, 1, 2))
 
 
+def test_requests_of_an_engine_that_is_added_in_vain_go_on_elsewhere(world):
+    group = world.group(1)
+    started = threading.Event()
+
+    class Failure(list):
+        def pop(self, index):
+            assert started.wait(PATIENCE_S)
+            return super().pop(index)
+
+    world.failing[2], errors = Failure([ModelError("memory is short")]), []
+
+    def scale():
+        try:
+            group.scale(3, 0.0)
+        except ModelError as error:
+            errors.append(str(error))
+
+    change = threading.Thread(target=scale)
+    change.start()
+    wait_until(lambda: len(group.pids) == 2, what="the first one")
+    group.add_requests([*names("r", 4), request("pinned", data_parallel_rank=1)])
+    there = world.of(1).ids
+    started.set()
+    change.join(PATIENCE_S)
+    assert errors == ["engine 2 of 3: memory is short"]
+    assert there
+    assert set(world.of(0).ids) == {"r0", "r1", "r2", "r3"}
+    assert world.of(1).closed
+    assert world.error("pinned").startswith("engine 1 was retired; ")
+
+
 def test_one_change_at_a_time(world):
     group = world.group(2)
     world.hold = threading.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -176,6 +176,11 @@ class EngineIO:
         self._reader.join(timeout_s + 1)
         self._stop.close(0)
         end_context(self._context, f"the sockets of engine {self._index}", timeout_s + 5)
+
+    def requests_ended(self, client: int, request_ids: Iterable[str]) -> None:
+        """Expect no last outputs of requests that a client has aborted."""
+        for request_id in request_ids:
+            self._messages.request_ended(client, request_id)
 
     def _read(self) -> None:
         with contextlib.ExitStack() as undo:

@@ -268,6 +268,7 @@ class Link:
                 message.is_handled = True
                 self._live.difference_update(message.request_ids)
                 self._group.abort_requests(list(map(self._prefixed, message.request_ids)))
+                self._io.requests_ended(0, message.request_ids)
             case UtilityCall():
                 self._call(message)
             case Rejection():

@@ -14,9 +14,11 @@ from hardpoint.errors import HardpointError
 from hardpoint.host.live.change import Changes
 from hardpoint.host.live.settings import ChangeRequest
 from hardpoint.plugins import EngineConfig
+from hardpoint.process.engine.loop import Abort
+from hardpoint.replicas.relay import owner
 from hardpoint.replicas.relay.client import Figures
 from hardpoint.replicas.relay.frontends import CHANGE, FrontendChanges
-from hardpoint.replicas.relay.messages import Notice
+from hardpoint.replicas.relay.messages import SEPARATOR, Notice
 from hardpoint.workers.process import WorkerLLM
 
 
@@ -139,3 +141,30 @@ async def test_a_worker_reads_on_while_it_prepares_and_takes_part_in_one_change(
     await until(lambda: client.waiting, "the reader")
     client.waiting.pop().set_exception(HardpointError("it has ended"))
     await following
+
+
+def test_an_aborted_request_leaves_nothing_with_the_owner(monkeypatch):
+    ended, aborted = [], []
+
+    class Sockets:
+        def __init__(self, *_):
+            pass
+
+        def start(self, _):
+            pass
+
+        def close(self, **_):
+            pass
+
+        def requests_ended(self, client, request_ids):
+            ended.append((client, list(request_ids)))
+
+    monkeypatch.setattr(owner, "EngineIO", Sockets)
+    group = SimpleNamespace(abort_requests=aborted.append)
+    link = owner.Link(group, None, None)
+    link._queues.input.put(Abort(["a", "b"], 0))
+    wait_until(lambda: ended)
+    link.close()
+    assert ended == [(0, ["a", "b"])]
+    assert [name.rpartition(SEPARATOR)[2] for name in aborted[0]] == ["a", "b"]
+    assert not link.num_live

@@ -513,6 +513,8 @@ class Llama(Model):
                 f"expected an even number (RoPE rotates pairs) of at most {_MAX_HEAD_SIZE}, "
                 f"got {self._head_size}",
             )
+        if not fields.flag("is_causal", True):
+            raise fields.error("is_causal", "expected true (causal attention), got false")
         name = self.activation_field
         activation = self._hf.get(name) or self.default_activation
         if not isinstance(activation, str) or activation not in _GATES:

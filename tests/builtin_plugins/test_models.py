@@ -232,6 +232,7 @@ def test_missing_weights_are_named_when_the_model_runs(tmp_path: Path) -> None:
             {"hidden_act": "gelu"},
             "hidden_act: expected 'silu' or 'gelu_pytorch_tanh', got 'gelu'",
         ),
+        ({"is_causal": False}, "is_causal: expected true .causal attention., got false"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps: expected a number > 0, got 'tiny'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
         ({"rope_scaling": 4}, "rope_scaling: expected a table, got 4"),

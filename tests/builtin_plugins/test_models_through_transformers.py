@@ -52,6 +52,11 @@ REFUSED = {
         TINY | {"ffn_dim": 48, "sliding_window": 9},
         "a cache of fewer tokens than its masks show: sliding_window 9",
     ),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        TINY | {"is_causal": False},
+        "attention_mask: neither causal nor a sliding window: cannot be kept",
+    ),
     "jamba": ("JambaForCausalLM", TINY, r"mamba\.conv1d \(Conv1d\), which keeps a state"),
 }
 

@@ -249,15 +249,13 @@ def _gemma(config: Fields, largest: int) -> Fields:
     size = config["head_dim"]
     if config["num_hidden_layers"] == largest:
         size = config["hidden_size"] / config["num_attention_heads"]
-    derived = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": size}
-    if "sliding_window" not in config:
-        derived["sliding_window"] = None
-    return derived
+    return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": size}
 
 
 def _gemma3(config: Fields) -> Fields:
     derived = _gemma(config, 62)
     if "sliding_window" not in config:
+        derived["sliding_window"] = None
         derived["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     return derived
 

@@ -382,6 +382,16 @@ def test_fields_follow_from_the_metadata(family, changes, expected, tmp_path: Pa
     assert {key: hf[key] for key in expected} == expected
 
 
+def test_older_files_of_gemma2_have_the_window_of_llama_cpp(tmp_path: Path) -> None:
+    architecture, name, kind, fields = FAMILIES["gemma2"]
+    changes = {"attention.sliding_window": None}
+    write_gguf(tmp_path / "m.gguf", random_model(name, **fields), architecture, changes=changes)
+    config = open_loader(GGUFLoader, tmp_path / "m.gguf").config()
+    model = build_model(kind, config, dtype=torch.float32)
+    windows = [spec.window for spec in model.kv_specs()]
+    assert windows == [4096, None, 4096, None, 4096, None, 4096]
+
+
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_the_largest_gemmas_scale_scores_by_the_hidden_size(name: str, layers: int) -> None:
     config = {"head_dim": 128, "hidden_size": 5376, "num_attention_heads": 32}

@@ -12,9 +12,12 @@ from hardpoint.builtin_plugins.loaders.gguf_file import GGUFFile
 from hardpoint.plugins import ModelError
 from hardpoint.toolkit.hf_config import short
 
+from .sentencepiece import marked_spaces, space_decoder
 from .splits import SPLITS, Split
 
 _CONTROL, _USER_DEFINED = 3, 4
+_NEVER_PREFIXED = ("gemma", "gemma2", "gemma3")
+"""Architectures of models without a space before texts, which early files do not state."""
 
 
 def build_gguf_tokenizer(file: GGUFFile, path: Path) -> Tokenizer:
@@ -28,7 +31,12 @@ def build_gguf_tokenizer(file: GGUFFile, path: Path) -> Tokenizer:
     kind = file.scalar("tokenizer.ggml.model", str)
     if kind is None:
         raise ModelError(f"{path.name}: tokenizer.ggml.model: missing; the file has no tokenizer")
-    return _byte_level(file, path) if kind == "gpt2" else _through_transformers(path, kind)
+    if kind == "gpt2":
+        return _byte_level(file, path)
+    tokenizer = _through_transformers(path, kind)
+    if kind == "llama" and file.scalar("general.architecture", str) not in _NEVER_PREFIXED:
+        _prefix_as_stated(tokenizer, file)
+    return tokenizer
 
 
 def special_tokens(file: GGUFFile, tokenizer: Tokenizer) -> dict[str, str]:
@@ -133,6 +141,17 @@ def _through_transformers(path: Path, kind: str) -> Tokenizer:
             f"{path.name}: tokenizer.ggml.model: {short(kind)} could not be converted: {message}"
         ) from cause
     return fast
+
+
+def _prefix_as_stated(tokenizer: Tokenizer, file: GGUFFile) -> None:
+    """Prefix each text between special tokens with a space, as llama.cpp, unless the file forbids.
+
+    Transformers does not read the field, and prefixes the beginning of a prompt alone.
+    """
+    adds_prefix = file.scalar("tokenizer.ggml.add_space_prefix", bool) is not False
+    tokenizer.normalizer = normalizers.Sequence(marked_spaces(adds_prefix=adds_prefix))
+    tokenizer.pre_tokenizer = None
+    tokenizer.decoder = space_decoder(adds_prefix=adds_prefix)
 
 
 def _required(file: GGUFFile, path: Path, name: str) -> list[str]:

@@ -15,7 +15,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from hardpoint.plugins import ModelError
 
-__all__ = ["SentencePieceModel", "build_sentencepiece", "read_model"]
+__all__ = [
+    "SentencePieceModel",
+    "build_sentencepiece",
+    "marked_spaces",
+    "read_model",
+    "space_decoder",
+]
 
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -171,13 +177,9 @@ def build_sentencepiece(
             replacement=_MARK, prepend_scheme="first", split=False
         )
     else:
-        steps += [normalizers.Prepend(_MARK)] if model.adds_prefix else []
-        steps.append(normalizers.Replace(" ", _MARK))
+        steps += marked_spaces(adds_prefix=model.adds_prefix)
     tokenizer.normalizer = normalizers.Sequence(steps)
-    strip = [decoders.Strip(" ", 1, 0)] if model.adds_prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    tokenizer.decoder = space_decoder(adds_prefix=model.adds_prefix)
     special = {_UNKNOWN, _CONTROL}
     added = [
         AddedToken(text, normalized=False, special=kind in special)
@@ -187,6 +189,20 @@ def build_sentencepiece(
     tokenizer.add_tokens([token for token in added if not token.special])
     tokenizer.add_special_tokens([token for token in added if token.special])
     return tokenizer
+
+
+def marked_spaces(*, adds_prefix: bool) -> list[Any]:
+    """Return the normalizers that write spaces as marks, and one before each text if wanted."""
+    prefix = [normalizers.Prepend(_MARK)] if adds_prefix else []
+    return [*prefix, normalizers.Replace(" ", _MARK)]
+
+
+def space_decoder(*, adds_prefix: bool) -> Any:
+    """Return the decoder of marks and bytes, which removes the first space if one was added."""
+    strip = [decoders.Strip(" ", 1, 0)] if adds_prefix else []
+    return decoders.Sequence(
+        [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
 
 
 def _normalizers(model: SentencePieceModel) -> list[Any]:

@@ -83,28 +83,75 @@ def test_user_defined_tokens_stay_whole_and_are_shown(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("a<tool>b")) == "a<tool>b"
 
 
-def test_sentencepiece_goes_through_transformers(tmp_path: Path) -> None:
-    tokens = ["<unk>", "<s>", "</s>", "\u2581", "h", "i", "hi", "\u2581hi"]
-    tokens += [f"<0x{byte:02X}>" for byte in range(256)]
-    scores = [0.0, 0.0, 0.0, -4.0, -5.0, -6.0, -1.0, -2.0] + [0.0] * 256
-    path = write_gguf(
-        tmp_path / "t.gguf",
+PIECES = ["<unk>", "<s>", "</s>", "\u2581", "h", "i", "hi", "\u2581hi"]
+PIECES += [*(f"<0x{byte:02X}>" for byte in range(256)), "[", "\u2581[", "<tool>"]
+
+
+def write_sentencepiece(path: Path, **changes) -> Path:
+    return write_gguf(
+        path,
         model="llama",
         pre=None,
-        tokens=tokens,
-        scores=scores,
-        token_type=[2, 3, 3] + [1] * 5 + [6] * 256,
+        tokens=PIECES,
+        scores=[0.0, 0.0, 0.0, -4.0, -5.0, -6.0, -1.0, -2.0] + [0.0] * 256 + [-7.0, -3.0, 0.0],
+        token_type=[2, 3, 3] + [1] * 5 + [6] * 256 + [1, 1, 4],
         merges=None,
         bos_token_id=1,
         eos_token_id=2,
+        **changes,
     )
+
+
+def test_sentencepiece_goes_through_transformers(tmp_path: Path) -> None:
+    path = write_sentencepiece(tmp_path / "t.gguf")
     tokenizer = open_tokenizer(path)
     assert tokenizer.encode("hi", add_special_tokens=False) == [7]
     assert tokenizer.decode([7]) == "hi"
     vocabulary = tokenizer.vocabulary()
-    assert vocabulary.tokens[7:] == (b" hi", *(bytes([byte]) for byte in range(256)))
+    assert vocabulary.tokens[7:264] == (b" hi", *(bytes([byte]) for byte in range(256)))
     assert vocabulary.special == (0, 1, 2)
     assert tokenizer.eos_token_ids == (2,)
+
+
+SPACES = {
+    "hi": ("\u2581hi", "hi"),
+    " hi": ("\u2581 \u2581hi", "\u2581hi"),
+    "<s>[hi": ("<s> \u2581[ hi", "<s> [ hi"),
+    "hi</s>hi": ("\u2581hi </s> \u2581hi", "hi </s> hi"),
+    "hi<tool>hi": ("\u2581hi <tool> \u2581hi", "hi <tool> hi"),
+    "<s></s>": ("<s> </s>", "<s> </s>"),
+    "": ("", ""),
+}
+"""Tokens of texts if texts are prefixed with a space, and if not."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stated"),
+    [("llama", None), ("llama", True), ("llama", False), ("phi3", None), ("phi3", False)],
+)
+def test_texts_are_prefixed_as_in_llama_cpp(architecture, stated, tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(
+        write_sentencepiece(tmp_path / "t.gguf", architecture=architecture, add_space_prefix=stated)
+    )
+    for text, tokens in SPACES.items():
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert " ".join(PIECES[i] for i in ids) == tokens[stated is False], text
+        assert tokenizer.encode(text) == (ids if ids[:1] == [1] else [1, *ids])
+    for text in ("hi", " hi", "  [hi", "é"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    first = " hi" if stated is False else "hi"
+    assert tokenizer.decode([7]) == tokenizer.decode_stream([1]).step(7) == first
+    assert tokenizer.decode_stream([1, 7]).step(7) == " hi"
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_texts_for_gemma_are_not_prefixed(architecture: str, tmp_path: Path) -> None:
+    path = write_sentencepiece(tmp_path / "t.gguf", architecture=architecture)
+    tokenizer = open_tokenizer(path)
+    for text, (_, tokens) in SPACES.items():
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert " ".join(PIECES[i] for i in ids) == tokens, text
+    assert tokenizer.decode([7]) == " hi"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def token_texts(tokenizer: TransformersTokenizer, text: str) -> list[str]:
     return [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.encode(text)]
 
 
-def write_gguf(path: Path, templates=None, **changes) -> Path:
+def write_gguf(path: Path, templates=None, architecture="llama", **changes) -> Path:
     """Write a GGUF of nothing but a byte-level tokenizer; None leaves a field out."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<s>", "</s>", "<tool>", *alphabet, "he", "ll", "hell", "12"]
@@ -37,7 +37,7 @@ def write_gguf(path: Path, templates=None, **changes) -> Path:
         "bos_token_id": 0,
         "eos_token_id": 1,
     } | changes
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     for name, value in fields.items():
         key = f"tokenizer.ggml.{name}"
         if isinstance(value, bool):

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -62,6 +63,29 @@ def test_streamed_chat(client):
     assert chunks[-1].usage.completion_tokens == len(text) + 1
     with client.chat.completions.stream(messages=user("fox"), **GREEDY) as stream:
         assert stream.get_final_completion().choices[0].message.content == text
+
+
+class LaterFirst(FakeEngine):
+    """Answers the last completion before the others."""
+
+    def _outputs(self, text, ids, params, request_id):
+        whole = self._output(text, ids, params, request_id, [("content", self.text)], last=True)
+        for count, completion in enumerate(reversed(whole.outputs), 1):
+            finished = count == len(whole.outputs)
+            yield msgspec.structs.replace(whole, outputs=[completion], finished=finished)
+
+
+def test_a_streamed_chat_whose_later_choices_answer_first():
+    fields = {"model": "smollm2", "messages": user("x"), "n": 3}
+    with (
+        running(LaterFirst(text="hello", config=configured())) as server,
+        client_of(server) as opened,
+        opened.chat.completions.stream(**fields) as stream,
+    ):
+        choices = stream.get_final_completion().choices
+    assert [(choice.index, choice.message.content) for choice in choices] == [
+        (index, "hello") for index in range(3)
+    ]
 
 
 def test_completions(client):

@@ -67,8 +67,9 @@ def test_several_completions_streamed_and_whole_are_the_same(server):
     assert events[-1]["choices"] == []
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert events[-1]["usage"][name] == usage[name]
-    heads = [event["choices"][0] for event in events[:-1] if "role" in event["choices"][0]["delta"]]
-    assert sorted(choice["index"] for choice in heads) == [0, 1, 2]
+    roles = [event["choices"][0]["delta"].get("role") for event in events[:-1]]
+    assert roles == ["assistant"] * 3 + [None] * (len(roles) - 3)
+    assert [event["choices"][0]["index"] for event in events[:3]] == [0, 1, 2]
 
 
 def test_usage_so_far_is_in_every_chunk(server):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import msgspec
@@ -118,13 +118,15 @@ def _asked_logprobs(
 class ChatAnswer(ChunkAnswer[RequestOutput]):
     """Writes the answer to a conversation."""
 
-    def __init__(self, service: Service, parsed: ParsedRequest[ChatCompletionRequest]) -> None:
-        self._asked = parsed.body
+    def __init__(
+        self, service: Service, parsed: ParsedRequest[ChatCompletionRequest], num_choices: int
+    ) -> None:
+        self._asked, self._num_choices = parsed.body, num_choices
         self._identity = identity_of(parsed, "chat.completion")
         head = {**self._identity, "object": "chat.completion.chunk"}
         ids = [parsed.request_id] if parsed.body.wants_progress else []
         super().__init__(service, head, parsed.body.stream_options, ids)
-        self._begun: set[int] = set()
+        self._begun = False
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> ChatCompletion:
         """Return the whole answer; see the base."""
@@ -147,26 +149,31 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
         )
 
     def _chunks(self, output: RequestOutput) -> bytes:
-        before = self._usage.completion_tokens
         self._usage.add(output)
         self._transfer = output.kv_transfer_params or self._transfer
         tail = self._usage_so_far() + b"}\n\n"
         parts: list[bytes] = []
+        if not self._begun:
+            self._begun = True
+            parts += self._first_chunks(output)
         for completion in output.outputs:
-            if completion.index not in self._begun:
-                first = self._encode(self._first(completion.index))
-                usage = self._usage_so_far(before)  # the first chunk holds no token
-                parts += (self._head, first, b"]", self._about_prompt(output), usage, b"}\n\n")
-                self._begun.add(completion.index)
             check_ended(completion)
             for choice in self._choices(completion):
                 parts += (self._head, self._encode(choice), b"]", tail)
         return b"".join(parts)
 
+    def _first_chunks(self, output: RequestOutput) -> Iterator[bytes]:
+        """Yield the parts of the chunks with the role of each choice, before the first output.
+
+        OpenAI's client appends each new choice to a list, so the choices have to begin in order.
+        """
+        about_prompt, usage = self._about_prompt(output), self._usage_so_far(completion_tokens=0)
+        for index in range(self._num_choices):
+            yield from (self._head, self._encode(self._first(index)), b"]")
+            yield from (b"" if index else about_prompt, usage, b"}\n\n")
+
     def _about_prompt(self, output: RequestOutput) -> bytes:
         parts = b""
-        if self._begun:
-            return parts
         if self._asked.return_token_ids:
             parts += b',"prompt_token_ids":' + self._encode(output.prompt_token_ids)
         if self._asked.prompt_logprobs is not None:

@@ -47,7 +47,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
             parallel_tool_calls=body.parallel_tool_calls,
             **self._service.extras(parsed.call, body, parsed.adapter),
         )
-        return renamed(outputs, (), body), ChatAnswer(self._service, parsed)
+        return renamed(outputs, (), body), ChatAnswer(self._service, parsed, params.n)
 
 
 def chat_prompt(service: Service, call: Call, body: ChatCompletionRequest) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
                 yield from self._called([part])
             else:
                 yield from self._opened("text")
-                yield self._text_delta(part, completion.reasoning)
+                yield self._text_delta(part)
 
     @abstractmethod
     def _first(self) -> Iterator[bytes]:
@@ -114,12 +114,8 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
     def _delta(self, text: str) -> bytes:
         """Return the event of new text of the open item."""
 
-    def _text_delta(self, text: str, before: str | None) -> bytes:  # noqa: ARG002
-        """Return the event of new text.
-
-        Args:
-            before: reasoning before it.
-        """
+    def _text_delta(self, text: str) -> bytes:
+        """Return the event of new text."""
         return self._delta(text)
 
     @abstractmethod

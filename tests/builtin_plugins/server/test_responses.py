@@ -288,24 +288,99 @@ def test_a_completion_that_ends_with_an_error_fails_the_response(server):
     assert response["error"]["message"] == "plugin 'x': it raised"
 
 
-def test_log_probabilities_are_those_of_the_text(server):
-    deltas = (
-        {"reasoning": "Hello", "tokens": ["Hello"]},
-        {"tokens": ["</think>"]},
-        {"content": "Hello ", "tokens": ["Hello", " "]},
-        {"content": "you", "tokens": ["you"], "finish_reason": "stop"},
-    )
+def lagging(tokens, *parts):
+    """Return deltas of a token each, with these fields."""
+    return [{**part, "tokens": [token]} for token, part in zip(tokens, parts, strict=True)]
+
+
+def texts_of(texts):
+    return [{"content": text} if text else {} for text in texts]
+
+
+ARGUMENTS = '{"a": 1}'
+CALL_THEN_TEXT = (
+    {"tool_calls": [call(0, "call_1", "weather")], "tokens": ["<call>"]},
+    {"tool_calls": [call(0, arguments='{"a": ')], "tokens": ['{"a": ', "1}"]},
+    {"tool_calls": [call(0, arguments="1}")], "tokens": ["</call>", "a", "b"]},
+    {"content": "a", "tokens": ["c"]},
+    {"content": "bc", "tokens": [".."]},
+)
+
+
+@pytest.mark.parametrize(
+    ("deltas", "tokens"),
+    [
+        pytest.param(
+            (
+                {"reasoning": "Hello", "tokens": ["Hello"]},
+                {"tokens": ["</think>"]},
+                {"content": "Hello ", "tokens": ["Hello", " "]},
+                {"content": "you", "tokens": ["you"]},
+            ),
+            ["Hello", " ", "you"],
+            id="after reasoning",
+        ),
+        pytest.param(
+            lagging("abcdefEND", *texts_of(["", "", *"abcdef", ""])),
+            [*"abcdef"],
+            id="held back for a stop string",
+        ),
+        pytest.param(
+            lagging(["fooE", "x", "y"], *texts_of(["foo", "Ex", "y"])),
+            ["fooE", "x", "y"],
+            id="a part of a token is held back",
+        ),
+        pytest.param(
+            lagging(["a", "<", "to", "b", "."], *texts_of(["a", "", "", "<tob", "."])),
+            ["a", "<", "to", "b", "."],
+            id="held back for a marker",
+        ),
+        pytest.param(
+            lagging(
+                ["so", "</think>", "h", "i", "!"],
+                {"reasoning": "so"},
+                *texts_of(["", "", "h", "i!"]),
+            ),
+            ["h", "i", "!"],
+            id="letters of a marker",
+        ),
+        pytest.param(
+            [
+                {"reasoning": "so", "tokens": ["so", "</think>", "a", "b"]},
+                {"content": "a", "tokens": ["c"]},
+                {"content": "bc", "tokens": ["<end>"]},
+            ],
+            ["a", "b", "c"],
+            id="held back since reasoning",
+        ),
+        pytest.param(CALL_THEN_TEXT, ["a", "b", "c"], id="held back since a call"),
+        pytest.param(
+            lagging(["\xc3", "\xa9", "x", "y", "."], *texts_of(["", "", "", "é", "xy"])),
+            ["\xc3", "\xa9", "x", "y", "."],
+            id="parts of characters",
+        ),
+        pytest.param(
+            lagging(["a", "<hidden>", "b", "."], *texts_of(["a", "", "b", ""])),
+            ["a", "<hidden>", "b", "."],
+            id="a token without a text",
+        ),
+        pytest.param(lagging(["<end>"], {}), ["<end>"], id="no text"),
+    ],
+)
+def test_log_probabilities_are_those_of_the_text(server, deltas, tokens):
+    deltas = (*deltas, {"finish_reason": "stop", "tokens": ()})
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
     with answering(server, deltas=deltas):
         whole = server.post(PATH, {"input": "Hi", **fields}).json()
         events = typed_events(server, PATH, {"input": "Hi", "stream": True, **fields})
     last = check_stream(events)
     assert without_ids(last["output"]) == without_ids(whole["output"])
-    logprobs = whole["output"][1]["content"][0]["logprobs"]
-    assert [position["token"] for position in logprobs] == ["Hello", " ", "you"]
-    assert logprobs[0]["top_logprobs"] == [
-        {"token": "Hello", "logprob": -0.5, "bytes": [72, 101, 108, 108, 111]}
-    ]
+    logprobs = whole["output"][-1]["content"][0]["logprobs"]
+    assert [position["token"] for position in logprobs] == tokens
+    for position in logprobs:
+        token = position["token"]
+        (top,) = position["top_logprobs"]
+        assert top == {"token": token, "logprob": -0.5, "bytes": [*token.encode()]}
 
 
 @pytest.mark.parametrize(

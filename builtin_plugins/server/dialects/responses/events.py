@@ -32,6 +32,7 @@ from hardpoint.plugins.server import ToolCall
 
 from .custom_tools import OutputCustomCall
 from .input import Status
+from .logprobs import TextPositions
 from .objects import (
     RESPONSE_PREFIX,
     IncompleteDetails,
@@ -78,31 +79,6 @@ def _positions(
         return []
     logprobs = choice_logprobs(completion, count, tokenizer=tokenizer)
     return [] if logprobs is None else logprobs.content
-
-
-def text_positions(
-    positions: list[TokenLogprob], text: str, before: str | None = None
-) -> list[TokenLogprob]:
-    """Return the positions of the tokens that a text is made of.
-
-    Args:
-        positions: positions of the tokens of the text, and of reasoning, markers and calls around
-            it.
-        text: text to search for; if it is not there, since some tokens are no whole characters,
-            all positions are returned.
-        before: reasoning that is before the text.
-    """
-    joined = "".join(position.token for position in positions)
-    start = joined.find(text, len(before or ""))
-    if start < 0:
-        return positions
-    end, at = start + len(text), 0
-    text_tokens: list[TokenLogprob] = []
-    for position in positions:
-        if at < end and at + len(position.token) > start:
-            text_tokens.append(position)
-        at += len(position.token)
-    return text_tokens
 
 
 class _OpenItem:
@@ -187,7 +163,7 @@ class ResponseAnswer(ItemAnswer):
         self._number = 0
         self._items: list[OutputItem] = []
         self._item: _OpenItem | None = None
-        self._positions: list[TokenLogprob] = []
+        self._positions = TextPositions()
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Any:
         """Return the response; see the base."""
@@ -214,15 +190,18 @@ class ResponseAnswer(ItemAnswer):
     def _whole(self, completion: CompletionOutput) -> ResponseObject:
         items = self._items
         positions = _positions(completion, self._logprobs, self._tokenizer)
-        before = completion.reasoning or ""
-        if before:
-            items.append(reasoning_item(self._item_id("rs_", 0), before))
+        of_texts = TextPositions(positions)
+        if completion.reasoning:
+            of_texts.skip(completion.reasoning)
+            items.append(reasoning_item(self._item_id("rs_", 0), completion.reasoning))
         for part in in_order(completion.content, completion.tool_calls or ()):
             if isinstance(part, str):
-                of_part = text_positions(positions, part, before)
+                of_part = of_texts.pop(part)
                 items.append(message_item(self._item_id("msg_", len(items)), part, of_part))
-                before += part
-            elif whole_arguments(part.arguments) is not None:
+                continue
+            of_texts.end()
+            of_texts.skip(part.arguments)
+            if whole_arguments(part.arguments) is not None:
                 items.append(tool_call_item(self._call_id(part, len(items)), part, self._names))
         if not items:
             items.append(message_item(self._item_id("msg_", 0), "", positions))
@@ -295,27 +274,35 @@ class ResponseAnswer(ItemAnswer):
             yield self._event(type_, response=self._response)
 
     def _parts(self, completion: CompletionOutput) -> Iterator[bytes]:
-        self._positions += _positions(completion, self._logprobs, self._tokenizer)
+        self._positions.add(_positions(completion, self._logprobs, self._tokenizer))
         yield from super()._parts(completion)
-        if completion.reasoning or completion.tool_calls:
-            self._positions = []
+        self._positions.leave_out_unknown()
 
     def _delta(self, text: str, logprobs: bytes = b"") -> bytes:
         assert self._item is not None
+        if self._item.kind != "text":
+            self._positions.skip(text)
         self._item.text.append(text)
         number = b',"sequence_number":%d,"delta":' % self._number
         self._number += 1
         return b"".join((self._item.head, logprobs, number, self._encode(text), b"}\n\n"))
 
-    def _text_delta(self, text: str, before: str | None) -> bytes:
+    def _text_delta(self, text: str) -> bytes:
         assert self._item is not None
         if self._logprobs is None:
             return self._delta(text, b',"logprobs":[]')
-        positions = self._encode(text_positions(self._positions, text, before))
-        self._positions = []
-        if len(positions) > 2:
-            self._item.logprobs.append(positions[1:-1])
-        return self._delta(text, b',"logprobs":' + positions)
+        logprobs = self._encode(self._positions.pop(text))
+        self._add_logprobs(self._item, logprobs)
+        return self._delta(text, b',"logprobs":' + logprobs)
+
+    def _end_text(self) -> None:
+        """Add the remaining positions to the open text, if there is one."""
+        if self._item is not None and self._item.kind == "text":
+            self._add_logprobs(self._item, self._encode(self._positions.end()))
+
+    def _add_logprobs(self, item: _OpenItem, logprobs: bytes) -> None:
+        if len(logprobs) > 2:
+            item.logprobs.append(logprobs[1:-1])
 
     def _called(self, calls: Iterable[ToolCall]) -> Iterator[bytes]:
         for call in calls:
@@ -323,6 +310,7 @@ class ResponseAnswer(ItemAnswer):
                 yield from self._opened("call", call)
             assert self._item is not None
             if call.arguments and self._item.is_custom:
+                self._positions.skip(call.arguments)
                 self._item.text.append(call.arguments)  # JSON, whose text is sent at the end
             elif call.arguments:
                 yield self._delta(call.arguments)
@@ -330,6 +318,7 @@ class ResponseAnswer(ItemAnswer):
     def _opened(self, kind: Kind, call: ToolCall | None = None) -> Iterator[bytes]:
         if self._open == kind and call is None:
             return
+        self._end_text()
         yield from self._close("completed")
         index = self._num_items
         item_id = (
@@ -387,6 +376,9 @@ class ResponseAnswer(ItemAnswer):
             yield from self._close("completed")
         if self._open is None and not self._items:
             yield from self._opened("text")  # an answer without a text has an empty one
+            assert self._item is not None
+            self._add_logprobs(self._item, self._encode(self._positions.pop_rest()))
+        self._end_text()
         yield from self._close(status)
         ended = self._ended(completion)
         self._response = ended

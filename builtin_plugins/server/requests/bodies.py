@@ -18,6 +18,11 @@ from hardpoint.builtin_plugins.server.operations.ignored_fields import (
     IgnoredFields,
     is_near_miss,
 )
+from hardpoint.builtin_plugins.server.routes.request_limits import (
+    too_many,
+    too_many_items,
+    too_many_prompts,
+)
 from hardpoint.plugins import RequestError
 from hardpoint.typed import convert, join_path
 
@@ -137,13 +142,16 @@ def without_ignored(body: dict[str, Any], type_: Any) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in left_out}
 
 
-def check_lengths(body: Mapping[str, Any], limits: ServerLimits) -> None:
+def check_lengths(body: Mapping[str, Any], type_: Any, limits: ServerLimits) -> None:
     """Check the lengths of a body's lists before their items are converted.
+
+    Args:
+        type_: type of the body; its `list_limits` are the limits of further lists by field.
 
     Raises:
         RequestError: one is too long; the message is that of the check of the field itself.
     """
-    for name, limit in _LISTS.items():
+    for name, limit in {**_LISTS, **getattr(type_, "list_limits", {})}.items():
         items = body.get(name)
         if not isinstance(items, list | dict):
             continue
@@ -151,14 +159,11 @@ def check_lengths(body: Mapping[str, Any], limits: ServerLimits) -> None:
         # A list of numbers is one prompt.
         is_one = name == "prompt" and isinstance(next(iter(items), None), int)
         if len(items) > maximum and not is_one:
-            expected = _EXPECTED.get(name, "at most {} on this server").format(maximum)
-            raise RequestError(f"{name}: expected {expected}, got {len(items)}")
+            raise _ERRORS.get(name, too_many)(name, maximum, len(items))
 
 
 _LISTS = {
     "messages": "messages",
-    "input": "messages",
-    "items": "messages",
     "prompt": "prompts",
     "tools": "tools",
     "stop": "stop",
@@ -170,11 +175,8 @@ _LISTS = {
 }
 """The limit of each field that is a list or a table."""
 
-_EXPECTED = {
-    "items": "a conversation of at most {} items on this server",
-    "prompt": "at most {} prompts",
-}
-"""Expectations in errors of lists that are too long, by field."""
+_ERRORS = {"items": too_many_items, "prompt": too_many_prompts}
+"""Errors for lists that are too long, by field."""
 
 
 def convert_body(

@@ -163,7 +163,7 @@ class RequestReader:
             ignored.add(path)
         fields = without_ignored(fields, type_)
         if is_shaped:
-            check_lengths(fields, self._settings.limits)
+            check_lengths(fields, type_, self._settings.limits)
         if (prepared := getattr(type_, "prepared", None)) is not None:
             fields = prepared(fields)
         body = convert_body(fields, type_, lenient=lenient, ignored=ignored)

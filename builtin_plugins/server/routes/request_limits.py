@@ -92,3 +92,15 @@ def _amounts(body: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
 def too_many(name: str, limit: int, amount: int) -> RequestError:
     """Return the error for an amount over a limit."""
     return RequestError(f"{name}: expected at most {limit} on this server, got {amount}")
+
+
+def too_many_prompts(name: str, limit: int, amount: int) -> RequestError:
+    """Return the error for the number of prompts of a request."""
+    return RequestError(f"{name}: expected at most {limit} prompts, got {amount}")
+
+
+def too_many_items(name: str, limit: int, amount: int) -> RequestError:
+    """Return the error for the number of items of a conversation."""
+    return RequestError(
+        f"{name}: expected a conversation of at most {limit} items on this server, got {amount}"
+    )

@@ -361,6 +361,13 @@ def test_lists_are_counted_before_what_is_in_them_is_checked(server, path, field
     assert send(server, path, fields).json()["error"]["message"] == message
 
 
+@pytest.mark.parametrize("inputs", [[65] * 4, ["a"] * 4, [[65] * 4] * 4])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/classify", "/pooling"])
+def test_pooled_inputs_are_no_messages(server, path, inputs):
+    answer = server.post(path, {"input": inputs})
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_declared_length_is_refused_before_the_body_comes(server):
     with server.socket() as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -14,6 +14,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     TEXT_REFUSED,
     TextFields,
 )
+from hardpoint.builtin_plugins.server.routes.request_limits import too_many_prompts
 from hardpoint.plugins import RequestError
 
 from .embedded_prompts import RawTensor, decoded
@@ -156,7 +157,7 @@ class CompletionRequest(TextFields):
         if not count:
             raise RequestError(f"{name}: expected at least one prompt, got an empty list")
         if count > limits.prompts:
-            raise RequestError(f"{name}: expected at most {limits.prompts} prompts, got {count}")
+            raise too_many_prompts(name, limits.prompts, count)
         n = self.n if isinstance(self.n, int) else 1
         limit = max(limits.prompts, limits.n)
         if 1 < n <= limits.n and count * n > limit:

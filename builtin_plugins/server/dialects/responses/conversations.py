@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ from hardpoint.builtin_plugins.server.access.counts import held
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.request_limits import too_many_items
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, Route
@@ -74,6 +75,8 @@ class ConversationRecord(msgspec.Struct, kw_only=True):
 
 
 class _ItemsBody(Strict):
+    list_limits: ClassVar[Mapping[str, str]] = {"items": "messages"}
+
     @staticmethod
     def prepared(fields: dict[str, Any]) -> dict[str, Any]:
         """Return a body with the types of all items; see `RequestReader.read`.
@@ -223,10 +226,7 @@ class StoredConversations:
         """
         limit, number = self._service.settings.limits.messages, len(record.items) + len(items)
         if number > limit:
-            raise RequestError(
-                f"{field}: expected a conversation of at most {limit} items on this server, got "
-                f"{number}"
-            )
+            raise too_many_items(field, limit, number)
         ids = {item["id"] for item in record.items}
         for index, item in enumerate(items):
             if item.id is None:

@@ -176,6 +176,7 @@ class ResponsesRequest(GenerationFields):
     """
 
     limit_name: ClassVar[str] = "max_output_tokens"
+    list_limits: ClassVar[Mapping[str, str]] = {"input": "messages"}
     ignored: ClassVar[Mapping[str, str]] = {
         **{name: reason for name, reason in IGNORED.items() if name != "metadata"},
         "access_programs": "it is for the provider's own platform",

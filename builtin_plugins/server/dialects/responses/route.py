@@ -21,7 +21,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.images import check_images, with_owner
-from hardpoint.builtin_plugins.server.routes.request_limits import check_limits
+from hardpoint.builtin_plugins.server.routes.request_limits import check_limits, too_many_items
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Call, Client, Route
@@ -282,10 +282,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             len(history.items) + len(body.items()),
         )
         if number > limit:
-            raise RequestError(
-                f"{history.field}: expected a conversation of at most {limit} items on this "
-                f"server, got {number}"
-            )
+            raise too_many_items(history.field, limit, number)
         return history.items, msgspec.structs.replace(body, session=session, retain_seconds=seconds)
 
     async def _with_items(self, client: Client, body: ResponsesRequest) -> ResponsesRequest:

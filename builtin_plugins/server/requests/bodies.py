@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,8 +32,11 @@ _BRACKET = 8
 """Items that an array or object counts as: it takes that much more time than a number."""
 
 
-def decode_object(body: bytes, limits: ServerLimits) -> dict[str, Any]:
+def decode_object(body: bytes, limits: ServerLimits, type_: Any = None) -> dict[str, Any]:
     """Return the JSON object of a body, without its members that are null.
+
+    Args:
+        type_: type of the body; null stays in required fields that may be null.
 
     Raises:
         AnswerError: it is not an object, or has more items or depth than the limits.
@@ -53,7 +56,8 @@ def decode_object(body: bytes, limits: ServerLimits) -> dict[str, Any]:
     # Almost all bodies have too few brackets to be too deep.
     if body.count(b"[") + body.count(b"{") > depth and _is_deeper(decoded, depth):
         raise _too_deep(depth)
-    return {name: value for name, value in decoded.items() if value is not None}
+    nullable = _nullable_fields(type_)
+    return {name: value for name, value in decoded.items() if value is not None or name in nullable}
 
 
 _POSITION = re.compile(r"(.*) \(byte (\d+)\)$", re.DOTALL)
@@ -203,13 +207,27 @@ def convert_body(
     # Members that are null inside are absent; a second conversion raises any other error.
     key: Any = type_
     record = IgnoredFields() if ignored is None else ignored
-    known = _Cleaner(record, lenient=lenient).cleaned(body, _type_info(key), "")
+    cleaner = _Cleaner(record, _nullable_fields(key), lenient=lenient)
+    known = cleaner.cleaned(body, _type_info(key), "")
     return convert(known, type_, path="", error=RequestError)
 
 
 @functools.cache
 def _type_info(type_: Any) -> types.Type:
     return types.type_info(type_)
+
+
+@functools.cache
+def _nullable_fields(type_: Any) -> frozenset[str]:
+    """Return the names of a body's required fields that may be null."""
+    info = None if type_ is None else _type_info(type_)
+    fields = info.fields if isinstance(info, types.StructType) else ()
+    required = {x.encode_name: _without_metadata(x.type) for x in fields if x.required}
+    return frozenset(
+        name
+        for name, type_of_field in required.items()
+        if isinstance(type_of_field, types.UnionType) and type_of_field.includes_none
+    )
 
 
 _RETURNED = frozenset(
@@ -219,10 +237,10 @@ _RETURNED = frozenset(
 
 
 class _Cleaner:
-    """Removes null members and ignored fields from a body."""
+    """Removes null members, except the nullable ones of the body itself, and ignored fields."""
 
-    def __init__(self, ignored: IgnoredFields, *, lenient: bool) -> None:
-        self._ignored, self._lenient = ignored, lenient
+    def __init__(self, ignored: IgnoredFields, nullable: Collection[str], *, lenient: bool) -> None:
+        self._ignored, self._nullable, self._lenient = ignored, nullable, lenient
         self._options: dict[int, _Options] = {}
 
     def cleaned(self, value: Any, info: types.Type, path: str, *, returned: bool = False) -> Any:
@@ -258,9 +276,10 @@ class _Cleaner:
         self, value: Mapping[str, Any], info: types.StructType, path: str, *, returned: bool
     ) -> dict[str, Any]:
         fields = {field.encode_name: field.type for field in info.fields}
+        nullable = () if path else self._nullable
         members: dict[str, Any] = {}
         for name, item in value.items():
-            if item is None:
+            if item is None and name not in nullable:
                 continue
             if name in fields:
                 inside = returned or name in _RETURNED

@@ -77,7 +77,7 @@ class RequestReader:
         async with self.receiver.body(request) as body:
             if not self._transforms().changes_requests:
                 return call, await self._large(body, self._plain, body, type_)
-            fields = await self._large(body, self._decoded, body)
+            fields = await self._large(body, self._decoded, body, type_)
             fields = await self._transforms().request(call, fields)
             try:
                 return call, await self._large(body, self._converted, fields, type_)
@@ -131,11 +131,11 @@ class RequestReader:
         async with key_lock, self._converting:
             return await asyncio.to_thread(function, *args, **kwargs)
 
-    def _decoded(self, body: bytes) -> dict[str, Any]:
-        return decode_object(body, self._settings.limits)
+    def _decoded(self, body: bytes, type_: type | None = None) -> dict[str, Any]:
+        return decode_object(body, self._settings.limits, type_)
 
     def _plain(self, body: bytes, type_: type[T], *, is_shaped: bool = True) -> T:
-        return self._converted(self._decoded(body), type_, is_shaped=is_shaped)
+        return self._converted(self._decoded(body, type_), type_, is_shaped=is_shaped)
 
     def _converted(
         self,

@@ -290,7 +290,7 @@ class AdminRoutes:
 
     async def _read(self, request: Request, type_: type[T]) -> T:
         async with self._bodies.body(request) as body:
-            fields = decode_object(body, self._service.settings.limits) if body else {}
+            fields = decode_object(body, self._service.settings.limits, type_) if body else {}
             return convert_body(fields, type_, lenient=False)
 
     async def plugins(self) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def test_a_conversation_is_created_updated_and_deleted(client):
     updated = client.conversations.update(made.id, metadata={"topic": "other"})
     assert (updated.id, updated.metadata) == (made.id, {"topic": "other"})
     assert client.conversations.retrieve(made.id).metadata == {"topic": "other"}
+    assert client.conversations.update(made.id, metadata=None).metadata == {}
+    assert client.conversations.retrieve(made.id).metadata == {}
     deleted = client.conversations.delete(made.id)
     assert (deleted.id, deleted.object, deleted.deleted) == (
         made.id,
@@ -67,6 +69,16 @@ def test_a_conversation_is_created_updated_and_deleted(client):
     assert (error.value.code, error.value.param) == ("not_found", "conversation_id")
     with pytest.raises(openai.NotFoundError):
         client.conversations.delete(made.id)
+
+
+@pytest.mark.parametrize("others", [{}, {"unknown": 1}])
+def test_new_metadata_may_be_null_and_not_left_out(server, client, others):
+    path = f"/v1/conversations/{client.conversations.create(metadata={'a': 'b'}).id}"
+    headers = {"authorization": f"Bearer {ALICE}"}
+    answer = server.post(path, others, headers=headers)
+    assert answer.json()["error"]["message"].startswith("metadata: missing")
+    answer = server.post(path, {"metadata": None, **others}, headers=headers)
+    assert (answer.status_code, answer.json()["metadata"]) == (200, {})
 
 
 def test_items_are_added_listed_retrieved_and_deleted(client):

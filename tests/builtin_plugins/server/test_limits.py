@@ -329,9 +329,9 @@ class Sending(threading.Thread):
 def test_large_bodies_are_checked_outside_the_event_loop(monkeypatch):
     threads = []
 
-    def noting(body, limits):
+    def noting(*args):
         threads.append(threading.current_thread())
-        return bodies.decode_object(body, limits)
+        return bodies.decode_object(*args)
 
     monkeypatch.setattr(reading, "decode_object", noting)
     limits = {"body_bytes": 200_000}
@@ -510,10 +510,10 @@ def test_bytes_of_bodies_of_one_key(tmp_path):
 def test_a_large_body_waits_for_one_of_each_other_key(tmp_path, monkeypatch):
     order, go_on, decode = [], threading.Event(), reading.decode_object
 
-    def held(body, limits):
+    def held(body, *args):
         order.append("good" if b"good" in body else "evil")
         assert go_on.wait(PATIENCE_S)
-        return decode(body, limits)
+        return decode(body, *args)
 
     monkeypatch.setattr(reading, "decode_object", held)
     with server_with_keys(tmp_path, FakeEngine, {}) as (_, server, headers):

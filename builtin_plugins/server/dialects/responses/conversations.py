@@ -102,9 +102,13 @@ class ConversationCreateRequest(_ItemsBody):
 
 
 class ConversationUpdateRequest(Strict):
-    """The new metadata of a conversation."""
+    """The new metadata of a conversation.
 
-    metadata: Metadata
+    Attributes:
+        metadata: up to 16 texts; null removes all.
+    """
+
+    metadata: Metadata | None
 
 
 class ItemsCreateRequest(_ItemsBody):
@@ -361,7 +365,7 @@ class ConversationRoutes:
         call, body = await self._service.requests.read(request, ConversationUpdateRequest)
         name = _name(request)
         return await self._answer(
-            request, lambda stored: stored.update(call.client, name, body.metadata)
+            request, lambda stored: stored.update(call.client, name, body.metadata or {})
         )
 
     async def delete(self, request: Request) -> Response:

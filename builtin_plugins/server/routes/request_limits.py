@@ -99,8 +99,16 @@ def too_many_prompts(name: str, limit: int, amount: int) -> RequestError:
     return RequestError(f"{name}: expected at most {limit} prompts, got {amount}")
 
 
-def too_many_items(name: str, limit: int, amount: int) -> RequestError:
-    """Return the error for the number of items of a conversation."""
+def too_many_items(
+    name: str, limit: int, amount: int, *, before_answer: bool = False
+) -> RequestError:
+    """Return the error for the number of items of a conversation.
+
+    Args:
+        before_answer: whether the items leave no room for an answer.
+    """
+    more = " before the answer" if before_answer else ""
     return RequestError(
-        f"{name}: expected a conversation of at most {limit} items on this server, got {amount}"
+        f"{name}: expected a conversation of at most {limit} items on this server, got "
+        f"{amount}{more}"
     )

@@ -236,6 +236,65 @@ def test_limits_hold_for_conversations(tmp_path):
             client.conversations.create(items=[{"role": "user", "content": "x" * 3000}])
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A server with conversations of at most two items."""
+    limits = {"server": {"limits": {"messages": 2}}}
+    folder = tmp_path_factory.mktemp("small")
+    with conversation_server(folder, STORES["memory"](folder), **limits) as server:
+        yield server
+
+
+def made_of(client, count):
+    items = [{"role": "user", "content": "think"}] * count
+    return client.conversations.create(items=items).id
+
+
+@pytest.mark.parametrize(
+    ("count", "fields", "message"),
+    [
+        (1, {"input": "hi"}, "input: expected .* 2 items on this server, got 2 before the answer"),
+        (2, {}, "conversation: expected .* 2 items on this server, got 2 before the answer"),
+        (2, {"input": "hi"}, "input: expected .* 2 items on this server, got 3"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_conversation_is_rejected_before_it_is_answered(
+    small, monkeypatch, count, fields, message, stream
+):
+    client = client_of(small)
+    name = made_of(client, count)
+    monkeypatch.setattr(small.engine, "chat", lambda **_: pytest.fail("it is answered"))
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.responses.create(conversation=name, stream=stream, **fields, **GREEDY)
+    assert len(client.conversations.items.list(name).data) == count
+
+
+def test_a_full_conversation_is_counted_and_compacted(small):
+    client = client_of(small)
+    name = made_of(client, 2)
+    assert client.responses.input_tokens.count(conversation=name).input_tokens
+    body = {"conversation": name, "temperature": 0}
+    headers = {"authorization": f"Bearer {ALICE}"}
+    assert small.post("/v1/responses/compact", body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(("count", "fields"), [(0, {"input": "think"}), (1, {})])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_may_be_longer_by_the_items_of_its_last_answer(small, count, fields, stream):
+    client = client_of(small)
+    name = made_of(client, count)
+    answer = client.responses.create(
+        conversation=name, stream=stream, **fields, temperature=0, max_output_tokens=40
+    )
+    if stream:
+        assert [event.type for event in answer][-1] == "response.completed"
+    listed = client.conversations.items.list(name, order="asc").data
+    assert [item.type for item in listed] == ["message", "reasoning", "message"]
+    with pytest.raises(openai.BadRequestError, match="conversation: expected .* 2 items .* got 3"):
+        client.responses.create(conversation=name)
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [

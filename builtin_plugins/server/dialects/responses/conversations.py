@@ -69,6 +69,32 @@ class ConversationRecord(msgspec.Struct, kw_only=True):
         """Return the items in the types of a request."""
         return msgspec.convert(self.items, list[InputItem])
 
+    def add(self, items: Sequence[InputItem]) -> list[dict[str, Any]]:
+        """Add items; return them as they are stored."""
+        added = [complete_record(item) for item in items]
+        self.items.extend(added)
+        return added
+
+    def check_ids(self, items: Sequence[InputItem], field: str) -> None:
+        """Check that items have new ids.
+
+        Args:
+            field: name of the field that has the items, for messages.
+
+        Raises:
+            RequestError: the conversation has an item of the same id.
+        """
+        ids = {item["id"] for item in self.items}
+        for index, item in enumerate(items):
+            if item.id is None:
+                continue
+            if item.id in ids:
+                raise RequestError(
+                    f"{field}[{index}].id: expected an id that the conversation does not have, "
+                    f"got {shown(item.id, 150)}"
+                )
+            ids.add(item.id)
+
     def shown(self, name: str) -> ConversationResource:
         """Return the conversation as clients see it."""
         return ConversationResource(id=name, created_at=self.created_at, metadata=self.metadata)
@@ -156,7 +182,8 @@ class StoredConversations:
         """
         name = new_id("conv_")
         record = ConversationRecord(created_at=int(time.time()), metadata=metadata)
-        self._add(record, items)
+        self.check_new(record, items, "items")
+        record.add(items)
         await self._store.put(client, name, record)
         return record.shown(name)
 
@@ -181,7 +208,23 @@ class StoredConversations:
             RequestError: the conversation becomes too long.
         """
         async with self._changed(client, name) as record:
-            return self._add(record, items)
+            self.check_new(record, items, "items")
+            return record.add(items)
+
+    async def append_answer(
+        self, client: Client, name: str, items: Sequence[InputItem], output: Sequence[InputItem]
+    ) -> None:
+        """Add the input and the output of a response to a conversation.
+
+        The response has been generated, so the conversation may become too long.
+
+        Raises:
+            AnswerError: the client has no such conversation, or others change it for too long.
+            RequestError: the conversation has an item of the same id by now.
+        """
+        async with self._changed(client, name) as record:
+            record.check_ids(items, "input")
+            record.add([*items, *output])
 
     @contextlib.asynccontextmanager
     async def _changed(self, client: Client, name: str) -> AsyncGenerator[ConversationRecord, None]:
@@ -231,22 +274,7 @@ class StoredConversations:
         limit, number = self._service.settings.limits.messages, len(record.items) + len(items)
         if number > limit:
             raise too_many_items(field, limit, number)
-        ids = {item["id"] for item in record.items}
-        for index, item in enumerate(items):
-            if item.id is None:
-                continue
-            if item.id in ids:
-                raise RequestError(
-                    f"{field}[{index}].id: expected an id that the conversation does not have, "
-                    f"got {shown(item.id, 150)}"
-                )
-            ids.add(item.id)
-
-    def _add(self, record: ConversationRecord, items: Sequence[InputItem]) -> list[dict[str, Any]]:
-        self.check_new(record, items, "items")
-        added = [complete_record(item) for item in items]
-        record.items.extend(added)
-        return added
+        record.check_ids(items, field)
 
     async def update(
         self, client: Client, name: str, metadata: dict[str, str]

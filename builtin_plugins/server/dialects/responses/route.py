@@ -174,6 +174,9 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
     ) -> tuple[AsyncGenerator[RequestOutput, None], ResponseAnswer]:
         """Return the outputs and the answer; see the base."""
         before, body = await self._gone_on(parsed)
+        limit, number = self._service.settings.limits.messages, len(before) + len(body.items())
+        if body.conversation_id is not None and number >= limit:
+            raise too_many_items(_field_of_items(body), limit, number, before_answer=True)
         return self._generate(parsed, body, before, self._keep(parsed, body, before))
 
     def _generate(
@@ -319,7 +322,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         if self._conversations is None:
             raise RequestError(f"conversation: not supported: {_NOTHING_STORED}")
         record = await self._conversations.find(client, conversation)
-        self._conversations.check_new(record, body.items(), "input")
+        self._conversations.check_new(record, body.items(), _field_of_items(body))
         return _History(record.input_items(), "conversation", session=conversation)
 
     def _keep(
@@ -340,12 +343,17 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             if conversation is not None:
                 content = msgspec.json.encode(response.output)
                 output = msgspec.json.decode(content, type=list[InputItem])
-                await conversations.append(client, conversation, [*body.items(), *output])
+                await conversations.append_answer(client, conversation, body.items(), output)
             if body.store is not False:
                 items = [*before, *body.items()]
                 await stored.keep(client, response, items, body.session, body.retain_seconds)
 
         return keep
+
+
+def _field_of_items(body: ResponsesRequest) -> str:
+    """Return the field of a request with a conversation that has its last items."""
+    return "input" if body.items() else "conversation"
 
 
 def _response(parsed: ParsedRequest[ResponsesRequest], params: SamplingParams) -> ResponseObject:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
+from hypothesis.strategies import SearchStrategy
 
 from hardpoint.configuration.catalog import Catalog
 from hardpoint.core.frontend.llm_engine import LLMEngine
@@ -145,7 +146,7 @@ def describe_cost(
 
 def _example(suite: Any) -> Any:
     strategy = getattr(suite, "arguments", None)
-    if strategy is None:
+    if not isinstance(strategy, SearchStrategy):  # such as a property that skips a test
         return {}
     quiet = settings(
         max_examples=20,

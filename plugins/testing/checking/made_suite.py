@@ -16,7 +16,7 @@ from hardpoint.errors import PluginLoadError
 from hardpoint.host.registry.kinds import PluginKind
 from hardpoint.testing.suite import ConformanceSuite
 
-from .drawn_arguments import arguments_of
+from .drawn_arguments import UndrawnError, arguments_of
 
 NEEDS = "needs "
 """Begins the reason of a check that an author's sample would make possible."""
@@ -99,16 +99,24 @@ def make_suite(
         attributes["options"] = dict(options)
     if suite.name is None:
         attributes["name"] = name
-    declared = getattr(target, "Arguments", None)
-    if inspect.isclass(declared) and issubclass(declared, msgspec.Struct):
-        drawn = arguments_of(declared)
-        if drawn is not None and getattr(suite, "arguments", None) is None:
-            attributes["arguments"] = drawn
+    if getattr(suite, "arguments", None) is None:
+        attributes |= _drawn(suite, getattr(target, "Arguments", None))
     if hasattr(suite, "place_options"):
         attributes |= _place(suite, target, options)
     for missing in _missing(suite, kind, attributes):
         attributes[missing] = _skipping(suite, missing)
     return type("TestPlugin", (suite,), attributes)
+
+
+def _drawn(suite: type, declared: Any) -> dict[str, Any]:
+    if not (inspect.isclass(declared) and issubclass(declared, msgspec.Struct)):
+        return {}
+    try:
+        drawn = arguments_of(declared)
+    except UndrawnError as error:
+        reason = f", since no values are drawn for the field {error.field!r}, which has no default"
+        return {"arguments": _skipping(suite, "arguments", reason)}
+    return {} if drawn is None else {"arguments": drawn}
 
 
 def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,8 +148,8 @@ def _missing(suite: type, kind: PluginKind, attributes: Mapping[str, Any]) -> li
     return [name for name in names if name not in attributes]
 
 
-def _skipping(suite: type, missing: str) -> Any:
+def _skipping(suite: type, missing: str, reason: str = "") -> Any:
     def skip(self: Any, *_args: Any) -> Any:  # noqa: ARG001
-        pytest.skip(f"{NEEDS}`{missing}`: write a test, or name a suite ({GUIDE})")
+        pytest.skip(f"{NEEDS}`{missing}`{reason}: write a test, or name a suite ({GUIDE})")
 
     return skip if callable(getattr(suite, missing, None)) else property(skip)

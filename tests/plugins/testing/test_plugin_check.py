@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from support.broken.packages import (
     ACTIVE,
+    CONSTRAINED,
     EARLY,
     EXITS,
     IDLE,
@@ -18,6 +19,7 @@ from support.broken.packages import (
     NAMED,
     RUN,
     SUPPLIED,
+    UNDRAWN,
     UNSEEN,
     UNUSED,
     Package,
@@ -123,6 +125,17 @@ def test_a_step_part_that_does_nothing_is_not_proved(site):
 @pytest.mark.parametrize("package", [UNSEEN, NAMED], ids=lambda package: package.name)
 def test_effects_of_step_parts(package, site):
     assert_judged(package, site)
+
+
+@pytest.mark.nightly
+def test_constrained_arguments_are_drawn_within_their_limits(site):
+    records = assert_judged(CONSTRAINED, site)
+    assert records["cost"]["reason"] == ""
+
+
+def test_what_needs_arguments_that_are_not_drawn_is_not_proved(site):
+    records = assert_judged(UNDRAWN, site)
+    assert not any(record["outcome"] == "failed" for record in records["check"].values())
 
 
 def test_options_that_the_suite_of_an_author_supplies(site):

@@ -250,6 +250,58 @@ class Part(StepPart):
 )
 """A step part that is used by requests with arguments alone, which have no default."""
 
+BIAS = """
+from datetime import datetime
+
+from hardpoint import plugins
+from hardpoint.plugins import Annotated, LogitsProcessor, Meta, Phase
+
+class Bias(LogitsProcessor):
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        {fields}
+
+    def apply(self, logits, rows):
+        for row, arguments in enumerate(rows.arguments()):
+            logits[row, 0] += {by}
+        return logits
+"""
+
+CONSTRAINED = Package(
+    "acme_constrained",
+    BIAS.format(
+        fields="""
+        by: Annotated[float, Meta(gt=4)]
+        token: Annotated[str, Meta(pattern="^[a-z]+$")]
+        step: Annotated[float, Meta(multiple_of=0.5, ge=0, le=2)]
+        range: tuple[int, int]
+""",
+        by="arguments.by",
+    ),
+    exit_code=0,
+    outcomes={"test_contract": "proved", "test_effect": "proved", "test_history": "proved"},
+    kind="logits_processors",
+    value="Bias",
+)
+"""A logits processor with arguments that are drawn within their limits."""
+
+UNDRAWN = Package(
+    "acme_undrawn",
+    BIAS.format(fields="until: datetime", by="arguments.until.year"),
+    exit_code=0,
+    outcomes={
+        "test_contract": "not_proved",
+        "test_effect": "not_proved",
+        "test_swaps": "not_proved",
+    },
+    messages={"test_swaps": "no values are drawn for the field 'until', which has no default"},
+    kind="logits_processors",
+    value="Bias",
+)
+"""A logits processor with arguments that only its author can draw."""
+
 SUPPLIED = Package(
     "acme_supplied",
     """

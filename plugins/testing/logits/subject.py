@@ -168,10 +168,19 @@ class Subject:
             ) from cause
 
     def used_by_default(self, params: SamplingParams) -> bool:
-        """Return whether a request uses the processor without asking for it."""
-        if issubclass(self.cls, BatchLogitsProcessor):
-            return self.cls.uses(params)
-        return self.cls.Arguments is LogitsPlugin.Arguments
+        """Return whether a request uses the processor without asking for it.
+
+        Raises:
+            Violation: `uses` raised.
+        """
+        try:
+            return bool(self.cls.uses(params))
+        except Exception as cause:
+            raise Violation(
+                f"uses() raised {type(cause).__name__}: {cause}, for {short_repr(params)}",
+                "let uses be a classmethod that returns a bool for all SamplingParams: an engine "
+                "rejects requests for which it raises",
+            ) from cause
 
     def convert_arguments(self, values: Any) -> Any:
         """Return arguments, validated as the frontend does.
@@ -185,8 +194,22 @@ class Subject:
         except HardpointError as error:
             raise Violation(
                 f"{short_repr(values)} does not fit {self.cls.__name__}.Arguments: {error}",
-                "let the strategy `arguments` draw only values that Arguments accepts; a processor "
-                "that every request uses must accept empty arguments",
+                "let the strategy `arguments` draw only values that Arguments accepts",
+            ) from None
+
+    def _convert_no_arguments(self) -> Any:
+        """Return the arguments of a request that uses the processor without asking for it.
+
+        Raises:
+            Violation: Arguments has a field without a default.
+        """
+        try:
+            return self.convert_arguments({})
+        except Violation as violation:
+            raise Violation(
+                f"uses() returned True for a request without arguments, but {violation.observed}",
+                "give every field of Arguments a default, or let uses() return False: an engine "
+                "rejects such requests",
             ) from None
 
     def case(
@@ -204,13 +227,13 @@ class Subject:
             Violation: `prepare` raises another exception, or returns something else.
         """
         params = base
+        converted = arguments = None
         if values is not None:
             params = self._requesting_params(values, base)
-        elif self.used_by_default(base):
-            values = {}
-        arguments = None
-        if values is not None:
             converted = self.convert_arguments(values)
+        elif self.used_by_default(base):
+            converted = self._convert_no_arguments()
+        if converted is not None:
             arguments = self._prepared(converted, params, prompt, tokenizer)
         return RequestCase(arguments, params, tuple(prompt), tuple(outputs), self.stop_token_ids)
 

@@ -73,14 +73,16 @@ class LogitsProcessorSuite(GeneralSuite):
     budget_vocab_size: ClassVar[int] = 32_000
 
     def test_contract(self) -> None:
-        """The class states `contract` and `phase`, has the right types and can be built. Options
-        and arguments survive the transport to another process: as plain data, and pickled.
+        """The class states `contract` and `phase`, has the right types and can be built. `uses`
+        returns True only if each field of Arguments has a default. Options and arguments survive
+        the transport to another process: as plain data, and pickled.
         """
         rule = "contract: the loader can check and build the class"
         self._run_checks(
             rule,
             lambda: reject_replaced_tests(type(self), LogitsProcessorSuite),
             lambda: claims.check_contract(self._subject),
+            lambda: claims.check_uses(self._subject),
         )
         self._search_cases(rule, 30, claims.check_round_trip, case=self._users())
 
@@ -132,10 +134,10 @@ class LogitsProcessorSuite(GeneralSuite):
         """Rows of requests that do not use it keep their bits. If no request uses it, it is not
         called and the same tensor is returned.
         """
-        if self._subject.used_by_default(SamplingParams()):
-            pytest.skip("every request uses this processor: there are no bystanders")
+        rule = "bystanders: rows of requests that do not use the processor keep their bits"
+        self._run_checks(rule, self._skip_without_bystanders)
         self._search_cases(
-            "bystanders: rows of requests that do not use the processor keep their bits",
+            rule,
             60,
             results.check_bystanders,
             cases=self._some_users(1, 4),
@@ -386,6 +388,10 @@ class LogitsProcessorSuite(GeneralSuite):
 
     def _several_users(self) -> st.SearchStrategy[list[RequestCase]]:
         return st.lists(self._users(), min_size=1, max_size=3)
+
+    def _skip_without_bystanders(self) -> None:
+        if self._subject.used_by_default(SamplingParams()):
+            pytest.skip("every request uses this processor: there are no bystanders")
 
     def _skip_without_drafts(self) -> None:
         if not self.processor.supports_drafts:

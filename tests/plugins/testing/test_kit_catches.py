@@ -113,6 +113,20 @@ BROKEN = [
         "effect": r"NeverUsed never ran: .* uses\(\) returned False",
         "bystanders": None,
     }),
+    (broken.NeverSparse, None, {"effect": r"NeverSparse never ran: .* uses\(\) returned False"}),
+    (broken.UsedWithoutArguments, ANY, {
+        "contract": r"uses\(\) returned True .*used_without_arguments.by: missing",
+        "history": None, "swaps": None,
+    }),
+    (broken.UsedWhenGreedy, ANY, {
+        "history": r"uses\(\) returned True .*used_when_greedy.by: missing",
+        "bystanders": None, "swaps": None,
+    }),
+    (broken.UsesCrashes, ANY, {
+        "contract": r"uses\(\) raised KeyError: 'bias'",
+        "bystanders": r"uses\(\) raised KeyError: 'bias'",
+        "history": None, "swaps": None,
+    }),
     (broken.IgnoresItsState, ANY, {"effect": "declares state .* but apply or edits never read"}),
     (broken.Repeated, st.builds(broken.Repeated.Arguments), {
         "advance": "let start count request.output_token_ids exactly as advance counts",
@@ -144,6 +158,7 @@ CRASHING = {"PrepareCrashes", "RejectsAll", "FailsToBuild", "PreparesNothing", "
 }  # fmt: skip
 
 RIGHT = [(broken.Bias, ANY), (broken.Counter, SCALE), (broken.BatchBias, ANY)]
+RIGHT += [(broken.UsedByAll, ANY)]
 RIGHT += [(broken.DeviceCounter, None), (broken.Observer, ANY), (broken.EndsLate, None)]
 
 

@@ -525,6 +525,52 @@ class NeverUsed(Sample, BatchLogitsProcessor, contract=1):
         return logits + 1
 
 
+class NeverSparse(Sample, SparseLogitsProcessor, contract=1):
+    """A processor of another form that no request uses."""
+
+    phase = Phase.BIAS
+
+    @classmethod
+    def uses(cls, params):
+        return False
+
+    def edits(self, rows):
+        return Edits(range(len(rows)), [0] * len(rows), [5.0] * len(rows))
+
+
+class UsedWithoutArguments(Bias):
+    """Is used by requests without the arguments that it needs."""
+
+    class Arguments(plugins.Arguments):
+        by: float
+
+    @classmethod
+    def uses(cls, params):
+        return True
+
+
+class UsedWhenGreedy(UsedWithoutArguments):
+    """Is used so by some requests."""
+
+    @classmethod
+    def uses(cls, params):
+        return params.greedy
+
+
+class UsesCrashes(Bias):
+    @classmethod
+    def uses(cls, params):
+        return params.plugin_args["bias"]["by"] > 0
+
+
+class UsedByAll(Bias):
+    """Correct: requests without arguments use it, too."""
+
+    @classmethod
+    def uses(cls, params):
+        return True
+
+
 class IgnoresItsState(Bias):
     def start(self, request):
         return len(request.output_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickle
 import weakref
@@ -15,13 +16,18 @@ import torch
 
 from hardpoint import typed
 from hardpoint.errors import PluginContractError
-from hardpoint.plugins import Reads
+from hardpoint.plugins import Reads, SamplingParams
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.testing.engine_access import check_plugin_class
 from hardpoint.testing.logits.batch import BatchFixture, make_logits
 from hardpoint.testing.logits.histories import HistoryStep, SimulatedBatch
 from hardpoint.testing.logits.host_sync import META, HostSyncError, UndecidableError, no_values
-from hardpoint.testing.logits.subject import MAX_ROWS, RequestCase, Subject
+from hardpoint.testing.logits.subject import (
+    MAX_ROWS,
+    RequestCase,
+    RequestRejectedError,
+    Subject,
+)
 from hardpoint.testing.pace import TENSORS, cost_of, own_seconds
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Violation, short_repr
@@ -36,6 +42,13 @@ def check_contract(subject: Subject) -> None:
         raise Violation(str(error), "add the members in the message") from None
     _check_round_trip("the options", subject.checked_options(), subject.cls.Options)
     subject.build().processor.close()
+
+
+def check_uses(subject: Subject) -> None:
+    """Check `uses` of a request that neither gives arguments nor sets a parameter."""
+    with contextlib.suppress(RequestRejectedError):
+        tokenizer = subject.tokenizer or subject.default_tokenizer
+        subject.case(None, SamplingParams(), tokenizer=tokenizer)
 
 
 def check_round_trip(subject: Subject, case: RequestCase) -> None:

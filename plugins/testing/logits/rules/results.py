@@ -36,7 +36,8 @@ class Effects:
     def __init__(self, subject: Subject) -> None:
         cls = subject.cls
         self._subject = subject
-        self._takes_arguments = cls.Arguments is not LogitsPlugin.Arguments
+        has_arguments = cls.Arguments is not LogitsPlugin.Arguments
+        self._is_asked_for = has_arguments or bool(cls.params_fields)
         self.ran = self.changed = False
         starts = cls.start is not LogitsPlugin.start
         self.used_state = subject.is_batch_level or not (
@@ -61,7 +62,7 @@ class Effects:
         before = batch.pipeline.num_steps
         with batch.pipeline.watching_state(batch.requests) as read:
             result = batch.process(logits)
-        can_run = self._takes_arguments or any(
+        can_run = self._is_asked_for or any(
             self._subject.used_by_default(case.params) for case in cases
         )
         self.ran = self.ran or (can_run and batch.pipeline.num_steps > before)

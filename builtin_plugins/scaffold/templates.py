@@ -63,21 +63,22 @@ class Templates:
 
         Args:
             spec: inputs of the package.
-            changes: sections that replace the kind's sections, by name.
+            changes: sections that replace the kind's sections, by name; they have no placeholders.
 
         Raises:
             RequestError: the class's name is taken by something that a file imports.
         """
         texts = self._texts(spec.version)
+        names = spec.places()
         _, *parts = _SECTION.split(texts[f"kinds/{spec.kind}.txt"])
-        sections = dict(zip(parts[::2], (part.rstrip("\n") for part in parts[1::2]), strict=True))
-        places = {name.upper(): text for name, text in (sections | dict(changes or {})).items()}
-        places |= spec.places()
+        filled = (_filled(part.rstrip("\n"), names) for part in parts[1::2])
+        sections = dict(zip(parts[::2], filled, strict=True)) | dict(changes or {})
+        places = {name.upper(): text for name, text in sections.items()} | names
         rendered: Files = {}
         for path, text in texts.items():
             if path.startswith("common/"):
                 target = _filled(path[len("common/") : -len(".txt")], places).replace("dot_", ".")
-                rendered[target] = _filled(_filled(text, places), places)  # sections have places
+                rendered[target] = _filled(text, places)
         for path, text in rendered.items():
             if path.endswith(".py"):
                 _check_names(text, spec)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import keyword
+import math
 import re
 import textwrap
 from collections.abc import Mapping
@@ -21,7 +23,7 @@ def package_name(processor: VLLMProcessor) -> str:
 
 def ported_sections(processor: VLLMProcessor, spec: PackageSpec) -> Mapping[str, str]:
     """Return the sections of a package's template that have the port: source, tests, config."""
-    keys = ", ".join(f"{key} = ..." for key in processor.extra_args())
+    keys = ", ".join(f"{key} = ..." for key in _fields(processor))
     config = (
         f'[plugins]\nenable = ["{spec.module}"] '
         f"# requests use it by plugin_args = {{ {spec.module} = {{ {keys} }} }}"
@@ -111,19 +113,34 @@ def _summary(processor: VLLMProcessor) -> str:
     return text.replace("\\", "\\\\").replace('"', "'")
 
 
+def _fields(processor: VLLMProcessor) -> dict[str, ast.expr | None]:
+    """Return the keys of `extra_args` that can be fields, with their defaults."""
+    return {key: default for key, default in processor.extra_args().items() if _is_field(key)}
+
+
+def _is_field(key: str) -> bool:
+    """Return whether a key can be a field, which hides a type of its name from other fields."""
+    return key.isidentifier() and not keyword.iskeyword(key) and key not in _TYPES.values()
+
+
 def _arguments(processor: VLLMProcessor) -> list[str]:
     lines = [
         "    class Arguments(plugins.Arguments):",
         '        """Arguments of a request, which were `extra_args`."""',
     ]
     keys = processor.extra_args()
-    for key, default in sorted(keys.items(), key=lambda item: item[1] is not None):
+    for key, default in sorted(_fields(processor).items(), key=lambda item: item[1] is not None):
         value = default.value if isinstance(default, ast.Constant) else None
-        if type(value) in _TYPES:
+        if type(value) in _TYPES and value != math.inf:  # which has no literal
             lines.append(f"        {key}: {_TYPES[type(value)]} = {value!r}  # TODO: limits")
         else:
             optional = " | None = None" if default is not None else ""
             lines.append(f"        {key}: float{optional}  # TODO: the type")
+    lines += [
+        f"        # TODO: a field with another name for the key {key!r}"
+        for key in keys
+        if not _is_field(key)
+    ]
     return [lines[0], lines[1], *([""] if keys else []), *lines[2:]]
 
 
@@ -211,7 +228,7 @@ def _test(processor: VLLMProcessor, spec: PackageSpec) -> str:
             "",
             f"class Test{name}(LogitsProcessorSuite):",
             f"    processor = {name}",
-            *(todo if processor.extra_args() else []),
+            *(todo if _fields(processor) else []),
             f"    arguments = st.builds({name}.Arguments)",
         ]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ class VLLMProcessor:
         name: name of the class or function.
         form: form of vLLM's interface.
         node: its definition.
-        source: text of the file.
+        source: text of the file, in lines that end with a newline character.
         tree: syntax tree of the file.
     """
 
@@ -58,8 +59,7 @@ class VLLMProcessor:
                     default = rest[0] if rest else None
                 case _:
                     continue
-            is_name = isinstance(value, ast.Name) and value.id in names
-            if (is_name or "extra_args" in ast.unparse(value)) and key.isidentifier():
+            if (isinstance(value, ast.Name) and value.id in names) or _mentions_extra_args(value):
                 keys[key] = keys.get(key) or default
         return keys
 
@@ -72,10 +72,18 @@ class VLLMProcessor:
         )
 
     def text(self, node: ast.stmt) -> str:
-        """Return the source of a definition, decorators included."""
+        """Return the source lines of a statement, decorators included.
+
+        Of a statement that shares a line with others, it is the statement alone.
+        """
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-        return "\n".join(self.source.splitlines()[first - 1 : node.end_lineno])
+        lines = self.source.split("\n")[first - 1 : node.end_lineno]
+        before = lines[0].encode()[: node.col_offset].strip()
+        after = lines[-1].encode()[node.end_col_offset :].strip()
+        if not decorators and (before or after.startswith(b";")):
+            return ast.get_source_segment(self.source, node) or ""
+        return "\n".join(lines)
 
 
 def read_processor(reference: str) -> VLLMProcessor:
@@ -89,7 +97,7 @@ def read_processor(reference: str) -> VLLMProcessor:
     try:
         with Path(path).open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
-        source = data.decode("utf-8-sig")
+        source = re.sub("\r\n?", "\n", data.decode("utf-8-sig"))  # as the parser reads it
         tree = ast.parse(source)
     except OSError as cause:
         raise RequestError(f"{where}: cannot be read: {cause.strerror}") from cause
@@ -126,8 +134,18 @@ def _names_of_extra_args(tree: ast.Module) -> Iterator[str]:
                 is_mapping = not any(
                     isinstance(part, ast.Subscript | ast.Call) for part in ast.walk(value)
                 )
-                if is_mapping and "extra_args" in ast.unparse(value):
+                if is_mapping and _mentions_extra_args(value):
                     yield name
+
+
+def _mentions_extra_args(node: ast.expr) -> bool:
+    """Return whether a name or a text in an expression has `extra_args` in it."""
+    return any(
+        "extra_args" in text
+        for part in ast.walk(node)
+        for text in (getattr(part, field, None) for field in ("id", "attr", "value"))
+        if isinstance(text, str)
+    )
 
 
 def _definitions(

@@ -101,7 +101,7 @@ def port(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(text, *arguments, module):
-        (tmp_path / "original.py").write_text(text)
+        (tmp_path / "original.py").write_text(text, newline="")
         name = module.replace("_", "-")
         assert main(["plugins", "new", "--from", "vllm", "original.py", *arguments]) == 0
         return tmp_path / name
@@ -169,6 +169,39 @@ def test_ported_class_has_arguments_read_through_a_variable(port):
     source = (port(text, module="acme_target") / "src/acme_target/__init__.py").read_text()
     assert "        token: " in source
     assert "        after: int = 3" in source
+
+
+@pytest.mark.parametrize("key", ["lambda", "class", "None", "top-k", "two\nlines", "", "float"])
+def test_keys_that_cannot_be_fields_are_left_to_the_author(port, key):
+    folder = port(FACTORY.replace('"by", 1.5', f"{key!r}, 0.5"), module="make_boost")
+    cls, source = loaded(folder, "make_boost")
+    assert cls.Arguments.__struct_fields__ == ("token",)
+    assert f"        # TODO: a field with another name for the key {key!r}\n" in source
+    assert "{ token = ... }" in (folder / "README.md").read_text()
+
+
+def test_a_default_without_a_literal_is_left_to_the_author(port):
+    cls, _ = loaded(port(FACTORY.replace("1.5", "1e999"), module="make_boost"), "make_boost")
+    assert cls.Arguments(token=1).by is None
+
+
+@pytest.mark.parametrize(
+    ("line", "ported"),
+    [
+        ("def product(A, B, C):\n    return A@B@C", "return A@B@C"),
+        ("def product(A, CLASS, C):\n    return A@CLASS@C", "return A@CLASS@C"),
+        ("IDS = [\n    1,\n]; MORE = 2", "IDS = [\n    1,\n]\n\nMORE = 2\n"),
+        ("IDS = 1; MORE = [\n]", "IDS = 1\n\nMORE = [\n]\n"),
+        ("\f\nFEED = 'a\u2028b'  # a note\f", "FEED = 'a\u2028b'  # a note\f\n"),
+        ("IDS = [\r\n    1,\r\n]\rMORE = 2", "IDS = [\n    1,\n]\n\nMORE = 2\n"),
+        ("LONG = 'a'" + " + 'b'" * 600, " + 'b'\n"),
+    ],
+)
+def test_the_rest_of_a_file_is_ported_as_it_is(port, line, ported):
+    text = V0_FUNCTION.replace("FORBIDDEN = 7\n", f"FORBIDDEN = 7\n{line}\n")
+    source = (port(text, module="no_sevens") / "src/no_sevens/__init__.py").read_text()
+    assert ported in source
+    assert "FORBIDDEN = 7" in source
 
 
 def test_ported_v2_class(port):

@@ -32,6 +32,7 @@ constexpr int GROUPS = 8;  // of a part
 constexpr int PART = GROUPS * PANEL;
 constexpr int TILE_ROWS = 96;  // queries times heads of an item, about
 constexpr int SLICE = 128;     // of a head: queries are [slices][rows][SLICE] in an item
+constexpr long MOST_RESULTS = 1 << 17;  // of rows, heads and parts, that cut runs leave in memory
 
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12, SUMS = 24;
@@ -112,8 +113,11 @@ class Planner {
     long total = 0;
     for (const Item& run : runs_) total += cost(run.count, run.to - run.from);
     plan_.work = total * plan_.kv_heads;
-    // Items of about a sixteenth of a thread's share; the results do not depend on it.
-    grain_ = threads > 1 ? std::max<long>(total / (16 * threads), 1) : std::numeric_limits<long>::max();
+    for (const Item& run : runs_) count_rows(run);
+    // Items of about a sixteenth of a thread's share of all heads; the results do not depend on it.
+    grain_ = threads > 1 ? std::max<long>(plan_.work / (16 * threads), 1)
+                         : std::numeric_limits<long>::max();
+    while (cut_results() > MOST_RESULTS) grain_ *= 2;
     split_runs();
     std::stable_sort(items_.begin(), items_.end(), [this](const Item& a, const Item& b) {
       return cost(a.count, a.to - a.from) > cost(b.count, b.to - b.from);
@@ -237,17 +241,34 @@ class Planner {
     }
   }
 
+  void count_rows(const Item& run) {
+    runs_of_row_.resize(plan_.tokens);
+    for (int i = 0; i < run.count; i++) runs_of_row_[rows_[run.first + i]]++;
+  }
+  bool is_alone(const Item& run) const { return runs_of_row_[rows_[run.first]] == 1; }
+  // The parts of an item of a run.
+  long parts_at_once(const Item& run) const {
+    return std::clamp<long>(grain_ / cost(run.count, 1), 1, run.to - run.from);
+  }
+
+  // Results that runs leave in memory because they are cut.
+  long cut_results() const {
+    long results = 0;
+    for (const Item& run : runs_) {
+      long parts = run.to - run.from;
+      if (is_alone(run) && parts_at_once(run) < parts) results += run.count * parts;
+    }
+    return results * plan_.heads;
+  }
+
   // Cut runs into items, and collect where the pieces of each row are.
   void split_runs() {
     std::vector<std::vector<int32_t>> pieces(plan_.tokens);
-    std::vector<int> runs_of_row(plan_.tokens);
-    for (const Item& run : runs_)
-      for (int i = 0; i < run.count; i++) runs_of_row[rows_[run.first + i]]++;
     long next = 0;
     // Runs of a row are in order of their parts.
     for (const Item& run : runs_) {
-      long parts = std::clamp<long>(grain_ / cost(run.count, 1), 1, run.to - run.from);
-      bool complete = parts == run.to - run.from && runs_of_row[rows_[run.first]] == 1;
+      long parts = parts_at_once(run);
+      bool complete = parts == run.to - run.from && is_alone(run);
       for (long from = run.from; from < run.to; from += parts) {
         Item item = run;
         item.from = (int32_t)from;
@@ -276,6 +297,7 @@ class Planner {
   const int64_t* sees_;
   std::vector<Sequence> sequences_;
   std::vector<Item> runs_, items_;
+  std::vector<int> runs_of_row_;
   std::vector<Merge> merges_;
   std::vector<int32_t> rows_, order_;
 };

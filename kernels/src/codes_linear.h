@@ -190,6 +190,7 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
   static std::atomic<long> calls{0};
   const Matrix& matrix = *(const Matrix*)packed;
   Output<T, Y> output{bias, y, y_stride};
+  if (!rows) return;
   long call = ++calls, padded = matrix.padded(), strips = 0;
   for (long i = 0; i < matrix.count; i++)
     strips += (matrix.segment(i).panels() + STRIP - 1) / STRIP;

@@ -313,6 +313,7 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
   static std::atomic<long> calls{0};
   long call = ++calls;
   Product<W, Y> product{weights, bias, y, y_stride, columns, depth};
+  if (!rows) return;
   long panels = (columns + PANEL - 1) / PANEL;
   long padded = padded_depth<W>(depth);
   constexpr bool TILES = tiles::AVAILABLE<W>;

@@ -444,6 +444,27 @@ def test_a_query_has_the_same_result_in_many_schedules(library, threads, case, c
         assert_invariant(*case, seed, cache_dtype=cache_dtype)
 
 
+@pytest.mark.parametrize(
+    ("num_threads", "tokens", "context"),
+    [(2, 512, 8192), (8, 2048, 8192), (8, 2048, 131072), (64, 8192, 32768), (64, 1, 131072)],
+)
+@pytest.mark.usefixtures("threads")
+def test_results_that_wait_take_little_memory(library, num_threads, tokens, context):
+    """At most 76 MB for heads of 128, and there are items for all threads."""
+    torch.set_num_threads(num_threads)
+    heads, kv_heads, blocks = 32, 8, np.arange(context // 16)
+    starts, lengths, slots = np.array([0, tokens]), np.array([context]), np.zeros(tokens, np.int64)
+    plan = np.empty(1 << 22, np.int64)
+    size = library.function("attention_plan", None)(
+        starts.ctypes.data, lengths.ctypes.data, 1, blocks.ctypes.data, len(blocks),
+        slots.ctypes.data, None, 16, 0, heads, kv_heads, plan.ctypes.data, plan.nbytes,
+    )  # fmt: skip
+    assert size <= plan.nbytes
+    num_items, num_pieces = plan[8], plan[12]
+    assert num_pieces * heads <= 1 << 17
+    assert num_items * kv_heads >= 2 * num_threads
+
+
 def test_a_dtype_without_kernels_is_an_error() -> None:
     with pytest.raises(
         ModelError, match="attention.use: 'native_cpu' computes in bfloat16, float32"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -245,6 +247,20 @@ def test_tables_of_any_stride_are_packed(library, monkeypatch):
     codes = quantization.AffineCodes(part.codes, 4, 32, part.scales, values=table)
     x = torch.eye(64)
     assert torch.equal(ops.linear(ops.pack_codes([codes]), (16, 64))(x), codes.dequantize().T)
+
+
+@pytest.mark.parametrize("activations", ["none", "int8"])
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_no_rows_give_no_rows(library, monkeypatch, dtype, activations):
+    monkeypatch.setenv(cpu.VARIABLE, library.path)
+    context = OpsContext(name="n", options=None, device=torch.device("cpu"), dtype=dtype)
+    ops = NativeOps(dataclasses.replace(context, activations=activations))
+    part = random_codes(Form(16, 4, 32, torch.float16, None, "codes"), 64, torch.Generator())
+    codes = quantization.AffineCodes(part.codes, 4, 32, part.scales)
+    for packed in (ops.pack(torch.ones(16, 64, dtype=dtype)), ops.pack_codes([codes])):
+        product = ops.linear(packed, (16, 64))
+        assert product(torch.empty(0, 64, dtype=dtype)).shape == (0, 16)
+        assert product(torch.ones(1, 64, dtype=dtype)).shape == (1, 16)
 
 
 def test_codes_without_columns_are_refused(library, monkeypatch):

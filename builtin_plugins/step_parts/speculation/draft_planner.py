@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -234,12 +234,13 @@ class DraftPlanner(
         for new in plan.new_requests:
             live = self._live.get(new.source.request_id)
             if live is not None and live.num_known is None:  # else it was preempted
-                live.num_known = len(live.request.output_token_ids)
                 started[new.source.request_id] = live.speculator
-        limits, observed = self._limits(plan)
+        limits, observed = self._limits(plan, started)
         is_idle = not (limits or observed or started or self._heads)
         if is_idle and self._live.keys().isdisjoint(plan.draft_token_ids):
             return None
+        for name in started:  # last: after a fault they start when they are new again
+            self._live[name].num_known = len(self._live[name].request.output_token_ids)
         missed: dict[str, list[int]] = {}
         for name in plan.num_scheduled_tokens:  # they may get tokens
             live = self._live.get(name)
@@ -251,14 +252,16 @@ class DraftPlanner(
         budget = max(0, self._most_tokens - len(plan.num_scheduled_tokens))
         return msgspec.msgpack.encode(DraftData(limits, missed, started, budget, observed))
 
-    def _limits(self, plan: SchedulerOutput) -> tuple[dict[str, int], list[str]]:
+    def _limits(
+        self, plan: SchedulerOutput, started: Collection[str]
+    ) -> tuple[dict[str, int], list[str]]:
         """Return the limits of drafts, and the requests without a gain from drafts."""
         longest: dict[str, int] = {}
         rates: dict[str, float] = {}
         context = 0
         for name in plan.num_scheduled_tokens:
             live = self._live.get(name)
-            if live is None or live.is_off or live.num_known is None:
+            if live is None or live.is_off or (live.num_known is None and name not in started):
                 continue
             request = live.request
             context += request.num_tokens
@@ -347,9 +350,9 @@ def draft_lengths(
         num_requests: requests of the step.
         context: tokens that these attend to, together.
     """
-    if not cost.is_trained or cost.draft <= 0:
-        return dict(limits)
     base = cost.milliseconds(single_queries=num_requests, context=context)
+    if not cost.is_trained or cost.draft <= 0 or base <= 0:  # not all work was measured yet
+        return dict(limits)
     lengths = dict.fromkeys(limits, 0)
     for _ in range(_ROUNDS):
         tokens = num_requests + sum(_expected(rates[name], n) for name, n in lengths.items())

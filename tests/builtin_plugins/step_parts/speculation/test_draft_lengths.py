@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from hardpoint.builtin_plugins.step_parts.speculation.draft_planner import (
@@ -12,6 +13,7 @@ from hardpoint.builtin_plugins.step_parts.speculation.draft_planner import (
     RequestRate,
     draft_lengths,
 )
+from hardpoint.builtin_plugins.step_parts.speculation.messages import DraftData
 from hardpoint.errors import RequestError
 from hardpoint.plugins import EngineConfig, EngineCoreRequest, SamplingParams, Speculator, StepCost
 from hardpoint.plugins.requests import ResumedOutputs
@@ -25,7 +27,15 @@ def lengths(rate, cost=COST, requests=1, limit=8):
     return set(draft_lengths(limits, rates, cost, requests, context=0).values())
 
 
-@pytest.mark.parametrize("cost", [StepCost(), StepCost(step=10, is_trained=True)])
+@pytest.mark.parametrize(
+    "cost",
+    [
+        StepCost(),
+        StepCost(draft=1.0),
+        StepCost(step=10, is_trained=True),
+        StepCost(draft=1.0, is_trained=True),  # a fit may give drafts the whole time of a step
+    ],
+)
 def test_without_a_known_cost_there_are_as_many_as_allowed(cost):
     assert lengths(0.1, cost) == {8}
 
@@ -67,11 +77,11 @@ def test_the_rate_of_a_request_follows_its_drafts():
     assert of_request.estimate(everyone) < 0.3
 
 
-def planner():
+def planner(step_cost=StepCost):
     components = SimpleNamespace(
         enabled=lambda _kind: ["ngram"], find=lambda _kind, _name: Speculator
     )
-    context = SimpleNamespace(components=components, faults=None, step_cost=StepCost())
+    context = SimpleNamespace(components=components, faults=None, step_cost=step_cost)
     return DraftPlanner("speculation", EngineConfig(), context)
 
 
@@ -105,3 +115,19 @@ def test_figures_of_another_engine_are_counted_on():
     part = planner()
     part.gate(resumed({"num_drafts": 7, "num_verified_drafts": 3, "num_accepted_by_position": [2]}))
     assert part.figures("r")["num_drafts"] == 7
+
+
+def test_a_fault_leaves_new_requests_to_be_started_later():
+    costs = iter([None, COST])  # the first one is a fault
+    part = planner(lambda: next(costs))
+    source = EngineCoreRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams())
+    part.gate(SimpleNamespace(request_id="r", source=source, output_token_ids=[5], num_tokens=2))
+    new = [SimpleNamespace(source=source)]
+    plan = SimpleNamespace(
+        step=1, new_requests=new, num_scheduled_tokens={"r": 1}, draft_token_ids={}
+    )
+    with pytest.raises(AttributeError):
+        part.begin(plan)
+    data = msgspec.msgpack.decode(part.begin(plan), type=DraftData)
+    assert data.started == {"r": "ngram"}
+    assert data.limits.keys() == {"r"}

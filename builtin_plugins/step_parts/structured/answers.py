@@ -83,7 +83,9 @@ class ConstrainedAnswer:
         assert source.params.structured is not None
         self.structured = source.params.structured
         self.request, self._compiled = request, compiled
-        self._ends = tuple(source.eos_token_ids) or tuple(source.params.stop_token_ids)
+        # A tokenizer may end texts with tokens that the model does not have: it can sample none.
+        eos, stops = source.eos_token_ids, source.params.stop_token_ids
+        self._ends = _within(vocab_size, eos) or _within(vocab_size, stops)
         markers = source.reasoning_markers or ReasoningMarkers()
         self._tracker = ReasoningTracker(markers)
         self._prefix = markers.message_prefix + markers.content_prefix
@@ -245,6 +247,10 @@ def _overlap(prompt: Sequence[int], prefix: Sequence[int]) -> int:
     longest = min(len(prompt), len(prefix))
     ends = (n for n in range(longest, 0, -1) if tuple(prompt[-n:]) == tuple(prefix[:n]))
     return next(ends, 0)
+
+
+def _within(vocab_size: int, tokens: Iterable[int]) -> tuple[int, ...]:
+    return tuple(token for token in tokens if 0 <= token < vocab_size)
 
 
 def _forbid(row: np.ndarray, tokens: Iterable[int]) -> None:

@@ -135,7 +135,8 @@ class InputProcessor:
         self._share_params = share_params
         self._arguments, self.parts = arguments, parts
         eos = {*model_config.eos_token_ids, *tokenizer.eos_token_ids}
-        self._eos_token_ids = tuple(sorted(eos))
+        # The model samples no token outside its vocabulary, which a tokenizer may have.
+        self._eos_token_ids = tuple(sorted(t for t in eos if t < model_config.vocab_size))
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._default_params: SamplingParams | None = None
         self._last_checked: tuple[bytes, SamplingParams] | None = None

@@ -126,6 +126,19 @@ class TestWithoutReasoning:
     def test_the_output_may_end_where_the_grammar_allows_it(self):
         assert after([3, 5, 9]) == {9, END}
 
+    @pytest.mark.parametrize("outside", [VOCAB_SIZE, 95, 96, 9_999])
+    @pytest.mark.parametrize("eos", [[], [END]])
+    def test_an_end_outside_the_vocabulary_is_none(self, outside, eos):
+        request = LiveRequest()
+        request.source.eos_token_ids = [*eos, outside]
+        stops = [] if eos else [outside, END]
+        request.source.params = SamplingParams(
+            structured=StructuredOutputs(regex="a"), stop_token_ids=stops
+        )
+        assert allowed(answer_of(request)) == DIGITS
+        request.output_token_ids += [3, 5, 9]
+        assert allowed(answer_of(request)) == {9, END}
+
     def test_a_token_that_the_grammar_forbids_is_an_error_that_names_it(self):
         request = LiveRequest()
         answer = answer_of(request)

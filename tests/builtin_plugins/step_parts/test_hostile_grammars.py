@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import re
 import resource
 
@@ -22,7 +23,7 @@ from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.builtin_plugins.server.dialects.dialect import AnswerWriter
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.testing import scripted_config, scripted_engine
+from hardpoint.testing import scripted_config, scripted_engine, write_scripted_model
 
 BAD = "support.plugins.bad_grammars"
 PLUGINS = {
@@ -540,6 +541,18 @@ def test_what_cannot_be_compiled_at_all_is_refused_when_it_is_added(engine, expe
             engine.add_request("r", "hi there", SamplingParams(**FINAL, **fields))
     assert {**run(engine, list(jobs)), **expected} == expected
     assert keeps_nothing(output_processor_of(engine))
+
+
+def test_an_end_that_only_the_tokenizer_has_ends_no_answer(tmp_path):
+    folder = write_scripted_model(tmp_path)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "eos_token_id": None}))
+    tokenizer = {"use": "support.broken.tokenizers:EndsBeyond"}
+    with contextlib.closing(scripted_engine(folder, {"tokenizer": tokenizer})) as engine:
+        with pytest.raises(RequestError, match="a token that ends the output, but the model has"):
+            engine.add_request("r", "hi there", params({"regex": "ab"}))
+        ended = run(engine, [("r", "hi there", params({"regex": "ab"}, stop_token_ids=[256]))])
+    assert ended["r"][0][0][2:4] == ("ab", "stop")
 
 
 class TestWithProcessors:

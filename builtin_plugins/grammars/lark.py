@@ -45,11 +45,12 @@ class _Item(NamedTuple):
     """A part of a rule.
 
     Attributes:
-        kind: a text, a special token in Lark's syntax, any text, or another expression.
+        kind: a text, a special token in Lark's syntax, any text, the text of a regular expression,
+            or another expression.
         source: the text, or the expression.
     """
 
-    kind: Literal["text", "token", "any", "rule"]
+    kind: Literal["text", "token", "any", "regex", "rule"]
     source: str = ""
 
 
@@ -83,26 +84,36 @@ class LarkWriter:
 
     def _sequence(self, items: Sequence[_Item]) -> str:
         parts: list[str] = []
-        before: _Item | None = None
+        patterns: list[str] = []  # those before the item, up to which they may go
         for item, after in zip_longest(items, items[1:]):
             match item.kind:
-                case "text" if before is not None and before.kind == "any":
-                    # Ends the free text as soon as it comes.
-                    parts.append(self._rule(f"{_TEXT} {quoted(item.source)}", "[lazy]"))
+                case "text" if patterns:
+                    # Ends their text as soon as it comes; else a pattern that it fits goes on.
+                    patterns.append(quoted(item.source))
+                    parts.append(self._rule(" ".join(patterns), "[lazy]"))
+                    patterns = []
                 case "text":
                     parts.append(quoted(item.source))
-                case "any" if after is None or after.kind == "token":
-                    parts.append(_TEXT)
-                case "any" if after.kind != "text":
+                case "any" if after is not None and after.kind not in ("text", "token"):
                     raise ValueError(
                         "any_text: expected a text or a special token after it, or nothing"
                     )
                 case "any":
-                    pass
+                    patterns.append(_TEXT)
+                case "regex":
+                    patterns.append(item.source)
                 case _:
-                    parts.append(item.source)
-            before = item
-        return " ".join(parts) or '""'
+                    parts += [*self._joined(patterns), item.source]
+                    patterns = []
+        return " ".join([*parts, *self._joined(patterns)]) or '""'
+
+    def _joined(self, patterns: Sequence[str]) -> Sequence[str]:
+        """Return patterns as one terminal: as several, the first one would take all it can."""
+        if len(patterns) < 2:
+            return patterns
+        name = f"R{len(self._rules)}"
+        self._rules.append(f"{name}: {' '.join(patterns)}")
+        return [name]
 
     def _items(self, format: Format) -> list[_Item]:
         match format:
@@ -112,6 +123,8 @@ class LarkWriter:
                 return [self._token(token)]
             case AnyTextFormat():
                 return [_Item("any")]
+            case RegexFormat(pattern=pattern):
+                return [_Item("regex", f"/{regex_to_lark(pattern, use_ascii='')}/")]
             case SequenceFormat(elements=elements):
                 return [item for part in elements for item in self._items(part)]
             case TagFormat(begin=begin, content=content, end=end):
@@ -123,8 +136,6 @@ class LarkWriter:
         match format:
             case JsonSchemaFormat(json_schema=schema):
                 return self._rule(f"%json {json.dumps(self._write_schema(schema))}")
-            case RegexFormat(pattern=pattern):
-                return self._rule(f"/{regex_to_lark(pattern, use_ascii='')}/")
             case GrammarFormat(grammar=source):
                 name = f"g{len(self._embedded)}"
                 lark = f"{read_grammar(source)}\n{FREE}\n"

@@ -25,13 +25,19 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
 )
 from hardpoint.plugins.structured import (
+    AnyTextFormat,
+    ConstStringFormat,
+    RegexFormat,
+    SequenceFormat,
     StructuralTag,
     StructuredOutputs,
     TagFormat,
     TokenFormat,
+    TriggeredTagsFormat,
     walk_formats,
 )
 from hardpoint.plugins.text.output_parser import join_events
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 # What texts are likely to get wrong, where a grammar lets them.
 TRICKS = (
@@ -89,6 +95,46 @@ def advanced(state, token_ids):
     """Return the state after tokens; None if they are not allowed."""
     after = state.fork()
     return after if all(map(after.advance, token_ids)) else None
+
+
+def sequence(*parts):
+    as_text = ConstStringFormat
+    parts = [as_text(value=part) if isinstance(part, str) else part for part in parts]
+    return SequenceFormat(elements=parts)
+
+
+def regex(pattern):
+    return RegexFormat(pattern=pattern)
+
+
+def tagged(pattern):
+    return TagFormat(begin="<a>", content=regex(pattern), end="</a>")
+
+
+@pytest.mark.parametrize(
+    ("format", "fits", "others"),
+    [
+        (tagged(".*"), ["<a>hello</a>", "<a></a>", "<a></</a>"], ["<a>x", "<a>x</a></a>"]),
+        (tagged(r"[\s\S]{1,9}"), ["<a>x</a>", "<a></a></a>"], ["<a></a>", "<a>0123456789</a>"]),
+        (
+            TriggeredTagsFormat(triggers=["<a>"], tags=[tagged(".{1,5}")]),
+            ["x", "x <a>y</a> z", "<a>y</a><a>z</a>"],
+            ["<a></a>", "<a>y"],
+        ),
+        (sequence(regex("[a-z.]+"), ".com"), ["a.com", "a.b.com"], [".com", "a.com.", "a.co"]),
+        (sequence(regex("[0-9]+"), regex("0")), ["10", "100"], ["0", "1", "101"]),
+        (sequence(regex("a|ab"), regex("bc|c"), "."), ["abc.", "abbc."], ["ab.", "abcc."]),
+        (sequence(regex("a|abcd"), AnyTextFormat()), ["a", "abce"], ["", "b"]),
+        (sequence(regex("a|abcd"), AnyTextFormat(), "."), ["a.", "abce."], [".", "ab", "a.."]),
+    ],
+)
+def test_a_regular_expression_leaves_the_text_after_it(format, fits, others):
+    tokenizer = ByteTokenizer([])
+    start = compiled(format, tokenizer)
+    row = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+    for text in (*fits, *others):
+        state = advanced(start, tokenizer.encode(text, add_special_tokens=False))
+        assert (state is not None and state.fill_bitmask(row)) == (text in fits), text
 
 
 def walk(start, chosen, tokenizer, longest):

@@ -72,7 +72,7 @@ class JsonSchemaFormat(Strict, tag_field="type", tag="json_schema"):
 
 
 class RegexFormat(Strict, tag_field="type", tag="regex"):
-    """Text that a regular expression matches, whole."""
+    """Text that a regular expression matches, whole, up to the first end if a text follows."""
 
     pattern: NonEmpty
 

@@ -144,11 +144,11 @@ async def test_a_worker_reads_on_while_it_prepares_and_takes_part_in_one_change(
 
 
 def test_an_aborted_request_leaves_nothing_with_the_owner(monkeypatch):
-    ended, aborted = [], []
+    ended, aborted, asked = [], [], []
 
     class Sockets:
-        def __init__(self, *_):
-            pass
+        def __init__(self, _identity, _addresses, queues):
+            asked.append(queues.input)
 
         def start(self, _):
             pass
@@ -162,7 +162,7 @@ def test_an_aborted_request_leaves_nothing_with_the_owner(monkeypatch):
     monkeypatch.setattr(owner, "EngineIO", Sockets)
     group = SimpleNamespace(abort_requests=aborted.append)
     link = owner.Link(group, None, None)
-    link._queues.input.put(Abort(["a", "b"], 0))
+    asked[0].put(Abort(["a", "b"], 0))
     wait_until(lambda: ended)
     link.close()
     assert ended == [(0, ["a", "b"])]

@@ -258,8 +258,7 @@ def _schedule_group(tracker: RequestTracker, leader: SchedulerRequest, step: Ste
         step.notify(tracker.policy, leader, sum(tokens))
     tracker.start_running(leader, step.now)
     step.waiting.pop(leader.request_id, None)
-    for request, start, count in zip(leader.group, starts, tokens, strict=True):
-        request.num_computed_tokens = start
+    for request, count in zip(leader.group, tokens, strict=True):
         if count:
             place(tracker, request, count, step)
     if leader.num_cached_tokens < 0:

@@ -157,24 +157,38 @@ def admit_blocks(
     tokens: Sequence[int],
     num_reserved: int,
 ) -> bool:
-    """Allocate the first blocks of all requests of a group; return whether there were enough."""
+    """Allocate the first blocks of all requests of a group; return whether there were enough.
+
+    Their `num_computed_tokens` are then those of their cached prefixes.
+    """
     group, cache = leader.group, tracker.cache
-    for place_in_group, request in enumerate(group):
-        prefix, count = prefixes[place_in_group], tokens[place_in_group]
-        lookahead = tracker.num_lookahead(prefix.num_tokens + count) if prefix.num_tokens else 0
-        # Blocks of a request before it may have taken the place of its cached prefix.
-        if cache.lookup(request).num_tokens < prefix.num_tokens or not cache.admit(
-            request,
-            prefix,
-            count,
-            num_lookahead_tokens=lookahead,
-            num_reserved_blocks=num_reserved,
-        ):
-            for admitted in group[:place_in_group]:
-                tracker.uncache_from(admitted, prefixes[group.index(admitted)].num_tokens)
-                cache.free(admitted)
+    # Every request holds its prefix before any of them gets a new block, which may evict others.
+    held = all(
+        cache.admit(request, prefix, 0, num_reserved_blocks=num_reserved)
+        for request, prefix in zip(group, prefixes, strict=True)
+    )
+    if held and _extend_all(tracker, group, prefixes, tokens, num_reserved):
+        return True
+    for request, prefix in zip(group, prefixes, strict=True):
+        tracker.uncache_from(request, prefix.num_tokens)
+        cache.free(request)
+        request.num_computed_tokens = 0
+    return False
+
+
+def _extend_all(
+    tracker: RequestTracker,
+    group: Sequence[SchedulerRequest],
+    prefixes: Sequence[CachedPrefix],
+    tokens: Sequence[int],
+    num_reserved: int,
+) -> bool:
+    for request, prefix, count in zip(group, prefixes, tokens, strict=True):
+        request.num_computed_tokens = start = prefix.num_tokens
+        lookahead = tracker.num_lookahead(start + count) if start else 0
+        if count and tracker.cache.extend(request, count, lookahead) is None:
             return False
-    return True
+    return tracker.cache.num_free_blocks >= num_reserved
 
 
 def append_to_members(leader: SchedulerRequest, tokens: Sequence[int]) -> None:

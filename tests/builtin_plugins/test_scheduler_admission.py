@@ -14,12 +14,14 @@ from support.builtins.scheduler_harness import (
     next_token,
 )
 
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.plugins import (
     EngineCoreEventType,
     FinishReason,
     RequestStatus,
     WaitingFor,
 )
+from hardpoint.testing.scheduling.groups import GroupRequest, GroupSimulator
 
 # The walk
 
@@ -281,3 +283,26 @@ def test_admission_updates_budget_and_places_as_for_running_ones():
     plan = sim.step()
     assert plan.num_scheduled_tokens == {"a": 3, "g1": 3}
     assert plan.total_num_scheduled_tokens == 6
+
+
+# Groups
+
+
+@pytest.mark.parametrize(
+    ("windows", "blocks", "lookahead"), [((None,), 8, 0), ((None,), 8, 2), ((None, 5), 17, 0)]
+)
+def test_a_group_gets_no_prefix_that_its_first_blocks_evict(windows, blocks, lookahead):
+    sim = GroupSimulator(
+        DefaultScheduler,
+        blocks=blocks,
+        block_size=4,
+        windows=windows,
+        max_num_batched_tokens=32,
+        num_lookahead_tokens=lookahead,
+    )
+    cached, fills = GroupRequest(9, (), 1, texts=(0,)), GroupRequest(24, (), 1, texts=(1,))
+    for request in (cached, fills, GroupRequest(3, (8, 9), 3, texts=(2, 0, 0))):
+        sim.add(request)
+        sim.run()
+    (plan,) = (plan for plan in sim.plans if len(plan.new_requests) == 3)
+    assert plan.num_scheduled_tokens == {"r2": 3, "r2/m/0": 4, "r2/m/1": 1}

@@ -37,6 +37,8 @@ class GroupRequest:
         max_tokens: its output tokens.
         aborted_in: the step before which it is aborted; None if it is not.
         by_member: whether the id of its first member aborts it.
+        texts: number of the text that each prompt begins, so that prompts may have a common
+            prefix; of prompts without a number, it depends on their place.
     """
 
     prompt: int
@@ -44,6 +46,7 @@ class GroupRequest:
     max_tokens: int
     aborted_in: int | None = None
     by_member: bool = False
+    texts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -92,6 +95,7 @@ def group_scenarios() -> st.SearchStrategy[tuple[list[GroupRequest], dict[str, A
         max_tokens=st.integers(1, 6),
         aborted_in=st.none() | st.integers(0, 6),
         by_member=st.booleans(),
+        texts=st.lists(st.integers(0, 2), max_size=3).map(tuple),
     )
     settings = st.fixed_dictionaries(
         {
@@ -105,7 +109,31 @@ def group_scenarios() -> st.SearchStrategy[tuple[list[GroupRequest], dict[str, A
     )
     modes = st.sampled_from([{}, {"asynchronous": True}, {"num_draft_tokens": 2}])
     both = st.builds(lambda fixed, mode: {**fixed, **mode}, settings, modes)
-    return st.tuples(st.lists(requests, min_size=1, max_size=5), both)
+    return st.tuples(st.lists(requests, min_size=1, max_size=5), both) | _evictions()
+
+
+def _evictions() -> st.SearchStrategy[tuple[list[GroupRequest], dict[str, Any]]]:
+    """Return groups with a cached prefix of members, in a cache that evicts blocks for the group.
+
+    The first two requests run one after the other; together, they fill the cache.
+    """
+    before = [GroupRequest(9, (), 1, texts=(0,)), GroupRequest(24, (), 1, texts=(1,))]
+    group = st.builds(
+        GroupRequest,
+        prompt=st.integers(1, 5),
+        members=st.sampled_from([(8, 9), (9, 8), (5, 9), (9, 9)]),
+        max_tokens=st.integers(1, 3),
+        texts=st.just((2, 0, 0)),
+    )
+    settings = st.fixed_dictionaries(
+        {
+            "blocks": st.just(8),
+            "block_size": st.just(4),
+            "max_num_seqs": st.just(3),
+            "max_num_batched_tokens": st.integers(8, 32),
+        }
+    )
+    return st.tuples(group.map(lambda last: [*before, last]), settings)
 
 
 class GroupSimulator(SimulatorState):
@@ -130,9 +158,11 @@ class GroupSimulator(SimulatorState):
     def add(self, request: GroupRequest) -> None:
         """Add a request with its members, unless the scheduler rejects it."""
         name, place = f"r{len(self._groups)}", len(self._groups)
+        lengths = (request.prompt, *request.members)
+        texts = (*request.texts, *range(place + len(request.texts), place + len(lengths)))
         prompts = [
-            [(place + index + token) % 5 for token in range(length)]
-            for index, length in enumerate((request.prompt, *request.members))
+            [(text + token) % 5 for token in range(length)]
+            for text, length in zip(texts, lengths, strict=False)
         ]
         params = SamplingParams(max_tokens=request.max_tokens)
         members = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
@@ -11,6 +12,7 @@ from support.searching import examples
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.plugins import EvictionContext
 from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
+from hardpoint.testing.scripted import ScriptedClock
 
 
 def make_policy() -> LeastRecentlyUsed:
@@ -44,6 +46,55 @@ def test_used_again_is_young_again():
     assert list(policy.evict(1)) == [2]
     release(policy, 1)
     assert list(policy.evict(2)) == [3, 1]
+
+
+class Retained:
+    """Blocks with a deadline each."""
+
+    def __init__(self):
+        self.deadlines = {}
+
+    def retained_until(self, block):
+        return self.deadlines.get(block, 0.0)
+
+
+def retaining(deadlines):
+    """Return a policy that has met candidates with these deadlines, its blocks and clock."""
+    blocks, clock = Retained(), ScriptedClock(now=0.0)
+    fields = {"blocks": blocks, "history": lambda: None, "clock": clock}
+    policy = LeastRecentlyUsed(EvictionContext(name="lru", options=None, **fields))
+    blocks.deadlines = dict(enumerate(deadlines))
+    release(policy, *blocks.deadlines, 99)
+    assert list(policy.evict(1)) == [99]
+    return policy, blocks, clock
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "later", "order"),
+    [
+        ([3600, 10], {}, [1, 0]),
+        ([3600, 10, 10, 5], {}, [3, 1, 2, 0]),
+        ([3600, 10, 15], {1: 100}, [2, 0, 1]),  # it grew
+        ([3600, 100, 100], {1: 0, 2: 10}, [1, 2, 0]),  # their session was released
+        ([3600, float("inf")], {1: 10}, [1, 0]),
+        ([30, 40], {}, [0, 1]),
+    ],
+)
+def test_expired_blocks_go_before_retained_ones(deadlines, later, order):
+    policy, blocks, clock = retaining(deadlines)
+    blocks.deadlines |= later
+    clock.advance(20)
+    assert list(policy.evict(len(order))) == order
+
+
+def test_a_block_that_was_taken_has_its_new_deadline():
+    policy, blocks, clock = retaining([10, 30])
+    policy.taken([0])
+    blocks.deadlines[0] = 50
+    release(policy, 0, 5)
+    assert list(policy.evict(1)) == [5]
+    clock.advance(40)
+    assert list(policy.evict(2)) == [1, 0]
 
 
 @examples(60)

@@ -85,27 +85,29 @@ class _Session:
         key: salt of its requests, and its name.
         deadlines: deadline of each block that it retains, by its hash; infinite while one of
             its requests runs.
-        num_live: its requests that have not ended.
+        live: its requests that have not ended.
     """
 
     key: tuple[str | None, str]
     deadlines: dict[bytes, float] = field(default_factory=dict)
-    num_live: int = 0
+    live: list[_Live] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Live:
     """A request that has not ended.
 
     Attributes:
-        hashes: hashes of its computed blocks.
-        num_refused: number of blocks that did not fit into the share.
+        hashes: hashes of all its blocks that were computed.
+        num_blocks: number of its computed blocks since it was last admitted.
+        num_refused: number of these that did not fit into the share.
     """
 
     request: Request
     session: _Session | None
     seconds: float
-    hashes: list[bytes] = field(default_factory=list)
+    hashes: set[bytes] = field(default_factory=set)
+    num_blocks: int = 0
     num_refused: int = 0
 
 
@@ -155,10 +157,10 @@ class RetainedSessions(
         session = self._sessions.get(key)
         if session is None and self._share and len(self._sessions) < self._max_sessions:
             session = self._sessions[key] = _Session(key)
-        if session is not None:
-            session.num_live += 1
         seconds = min(source.retention.seconds, self._max_seconds)
-        self._live[request.request_id] = _Live(request, session, seconds)
+        live = self._live[request.request_id] = _Live(request, session, seconds)
+        if session is not None:
+            session.live.append(live)
 
     def result(
         self,
@@ -167,17 +169,27 @@ class RetainedSessions(
     ) -> Mapping[str, RequestFault]:
         """Retain the blocks that a step has filled."""
         self._forget_lost()
-        for name, count in plan.num_scheduled_tokens.items():
-            if (live := self._live.get(name)) is not None:
-                request = live.request
-                tokens = min(request.num_computed_tokens + count, request.num_tokens)
-                if (end := tokens // self._block_size) > len(live.hashes):
-                    self._retain(live, self._hashes_of(request, end)[len(live.hashes) : end])
+        names = plan.num_scheduled_tokens.keys() & self._live.keys()
+        if not names:
+            return {}
+        for new in plan.new_requests:
+            if new.resumed and (live := self._live.get(new.source.request_id)) is not None:
+                live.num_blocks = live.num_refused = 0  # its blocks may have been evicted
+        computed = plan.num_computed_tokens()
+        for name in plan.num_scheduled_tokens:
+            if name not in names:
+                continue
+            live = self._live[name]
+            tokens = computed[name] + plan.num_scheduled_tokens[name]
+            end = min(tokens, live.request.num_tokens) // self._block_size
+            if end > live.num_blocks:
+                self._retain(live, self._hashes_of(live.request, end)[live.num_blocks : end])
         return {}
 
     def _retain(self, live: _Live, hashes: Sequence[bytes]) -> None:
         """Retain further blocks of a request, as far as the share of its salt allows it."""
-        live.hashes += hashes
+        live.hashes.update(hashes)
+        live.num_blocks += len(hashes)
         session = live.session
         if session is None:
             live.num_refused += len(hashes)
@@ -201,7 +213,7 @@ class RetainedSessions(
         if (live := self._live.get(request_id)) is None:  # it never ran
             return {"outcome": "rejected", "seconds": 0.0, "num_blocks": 0}
         assert live.request.source.retention is not None, "it uses the part"
-        num_retained = len(live.hashes) - live.num_refused
+        num_retained = live.num_blocks - live.num_refused
         requested = live.request.source.retention.seconds
         outcome = "accepted"
         if live.session is None or (live.num_refused and not num_retained):
@@ -222,10 +234,11 @@ class RetainedSessions(
         live = self._live.pop(request_id, None)
         if live is None or (session := live.session) is None:
             return
-        session.num_live -= 1
+        session.live.remove(live)
         until = self._clock() + live.seconds
-        hashes = [key for key in live.hashes if key in session.deadlines]
-        for key in hashes:  # also blocks that another request of the session holds while it runs
+        held = set().union(*(other.hashes for other in session.live))
+        hashes = [key for key in live.hashes - held if key in session.deadlines]
+        for key in hashes:
             self._set(session, key, until)
         if hashes:
             heapq.heappush(self._ends, (until, next(self._order), session, hashes))
@@ -268,7 +281,7 @@ class RetainedSessions(
                 self._drop_if_empty(session)
 
     def _drop_if_empty(self, session: _Session) -> None:
-        if not session.num_live and not session.deadlines:
+        if not session.live and not session.deadlines:
             self._sessions.pop(session.key, None)
 
     # Calls of programs

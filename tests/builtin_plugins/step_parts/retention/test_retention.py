@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from support.waiting import wait_until
 
 from hardpoint import LLM, RequestError, SamplingParams
+from hardpoint.builtin_plugins.step_parts.retention.sessions import RetainedSessions
+from hardpoint.plugins import (
+    CachedRequests,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    NewRequest,
+    Request,
+    SchedulerOutput,
+)
+from hardpoint.plugins.kv_cache import RetainedBlocks
+from hardpoint.plugins.requests.params import Retention
 from hardpoint.testing import scripted_config, write_scripted_model
+from hardpoint.testing.scripted import ScriptedClock
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 TEXT = "the first conversation " * 3  # 17 full blocks of 4
@@ -196,3 +209,99 @@ def test_wrong_wishes_are_refused_by_field(folder, options, message):
         with pytest.raises(RequestError, match="session: expected a text, got 5"):
             llm.engines.release_session(5)
         assert ask(llm).num_cached_tokens == 0
+
+
+class Sessions:
+    """Sessions of requests with equal prompts, without an engine."""
+
+    def __init__(self):
+        self.retained, self.clock = RetainedBlocks(num_blocks=100), ScriptedClock(now=0.0)
+        context = SimpleNamespace(
+            block_hashes=lambda request, count: [bytes([index]) for index in range(count)],
+            clock=self.clock,
+            block_size=4,
+            retained=self.retained,
+        )
+        self.half = RetainedSessions(context, max_seconds=3600.0, share=1.0, max_sessions=10)
+
+    def add(self, name, length=16, seconds=600.0):
+        source = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(range(length)),
+            params=SamplingParams(),
+            retention=Retention("s", seconds),
+        )
+        request = Request(source)
+        self.half.gate(request)
+        return request
+
+    def step(self, request, tokens, *, is_first=True, resumed=False):
+        """Compute tokens of a request; schedulers count them when they plan the step."""
+        computed, name = request.num_computed_tokens, request.request_id
+        request.num_computed_tokens += tokens
+        new, cached = NewRequest(request.source, (), [[]], computed, resumed), CachedRequests()
+        plan = SchedulerOutput(
+            new_requests=[new] if is_first else [],
+            cached_requests=cached if is_first else CachedRequests([name], [computed]),
+            num_scheduled_tokens={name: tokens},
+        )
+        self.half.result(plan, ModelRunnerOutput())
+
+    def evict(self):
+        """Evict all blocks."""
+        self.retained.lost += self.retained.deadlines
+        self.retained.deadlines.clear()
+
+    def num_retained(self):
+        stats = SimpleNamespace()
+        self.half.add_stats(stats)
+        return stats.num_retained_blocks
+
+
+@pytest.mark.parametrize(("first", "count"), [(16, 4), (4, 1)])
+def test_blocks_that_are_computed_again_are_retained_again(first, count):
+    sessions = Sessions()
+    request = sessions.add("a")
+    sessions.step(request, 16)
+    sessions.evict()
+    request.num_computed_tokens = 0
+    sessions.step(request, first, resumed=True)
+    assert sessions.half.figures("a")["num_blocks"] == sessions.num_retained() == count
+    sessions.half.ended("a")
+    sessions.clock.advance(601)
+    assert sessions.num_retained() == 0
+
+
+def test_no_block_stays_after_a_resumed_request_that_computed_fewer():
+    sessions = Sessions()
+    request = sessions.add("a")
+    sessions.step(request, 16)
+    request.num_computed_tokens = 0
+    sessions.step(request, 4, resumed=True)
+    sessions.half.ended("a")
+    sessions.clock.advance(601)
+    assert sessions.num_retained() == 0
+
+
+def test_common_blocks_stay_while_another_request_of_the_session_runs():
+    sessions = Sessions()
+    first, second = sessions.add("a", 24, seconds=1.0), sessions.add("b")
+    sessions.step(first, 24)
+    sessions.step(second, 16)
+    sessions.half.ended("a")
+    sessions.clock.advance(2)
+    assert sessions.num_retained() == 4
+    sessions.half.ended("b")
+    sessions.clock.advance(599)
+    assert sessions.num_retained() == 4
+    sessions.clock.advance(2)
+    assert sessions.num_retained() == 0
+
+
+def test_blocks_count_when_they_are_computed():
+    sessions = Sessions()
+    request = sessions.add("a", 64)
+    sessions.step(request, 16)
+    assert sessions.half.figures("a")["num_blocks"] == sessions.num_retained() == 4
+    sessions.step(request, 6, is_first=False)
+    assert sessions.half.figures("a")["num_blocks"] == sessions.num_retained() == 5

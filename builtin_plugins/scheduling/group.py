@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hardpoint.plugins import CachedPrefix, NewRequest, RequestError, WaitReason
@@ -162,33 +163,44 @@ def admit_blocks(
     Their `num_computed_tokens` are then those of their cached prefixes.
     """
     group, cache = leader.group, tracker.cache
-    # Every request holds its prefix before any of them gets a new block, which may evict others.
-    held = all(
-        cache.admit(request, prefix, 0, num_reserved_blocks=num_reserved)
-        for request, prefix in zip(group, prefixes, strict=True)
-    )
-    if held and _extend_all(tracker, group, prefixes, tokens, num_reserved):
-        return True
     for request, prefix in zip(group, prefixes, strict=True):
-        tracker.uncache_from(request, prefix.num_tokens)
+        request.num_computed_tokens = prefix.num_tokens
+    num_new = sum(map(partial(_num_new_blocks, tracker), group, tokens))
+    before = cache.stats()
+    # Every request holds its prefix before any of them gets a new block, which may evict others.
+    if (
+        num_new <= cache.num_free_blocks - num_reserved
+        and all(
+            cache.admit(request, prefix, 0, num_reserved_blocks=num_reserved)
+            for request, prefix in zip(group, prefixes, strict=True)
+        )
+        and num_new <= cache.num_free_blocks - num_reserved
+        and all(map(partial(_extend, tracker), group, tokens))
+    ):
+        return True
+    for request in group:
+        tracker.uncache_from(request, request.num_computed_tokens)
         cache.free(request)
         request.num_computed_tokens = 0
+    tracker.discount(before)
     return False
 
 
-def _extend_all(
-    tracker: RequestTracker,
-    group: Sequence[SchedulerRequest],
-    prefixes: Sequence[CachedPrefix],
-    tokens: Sequence[int],
-    num_reserved: int,
-) -> bool:
-    for request, prefix, count in zip(group, prefixes, tokens, strict=True):
-        request.num_computed_tokens = start = prefix.num_tokens
-        lookahead = tracker.num_lookahead(start + count) if start else 0
-        if count and tracker.cache.extend(request, count, lookahead) is None:
-            return False
-    return tracker.cache.num_free_blocks >= num_reserved
+def _extend(tracker: RequestTracker, request: SchedulerRequest, count: int) -> bool:
+    lookahead = _num_lookahead(tracker, request, count)
+    return not count or tracker.cache.extend(request, count, lookahead) is not None
+
+
+def _num_lookahead(tracker: RequestTracker, request: SchedulerRequest, count: int) -> int:
+    start = request.num_computed_tokens
+    return tracker.num_lookahead(start + count) if start and count else 0
+
+
+def _num_new_blocks(tracker: RequestTracker, request: SchedulerRequest, count: int) -> int:
+    """Return how many blocks `_extend` allocates after a request's cached prefix."""
+    cache, lookahead = tracker.cache, _num_lookahead(tracker, request, count)
+    columns = -(-(count + lookahead) // cache.block_size)
+    return sum(min(columns, 2) if group.has_states else columns for group in cache.groups)
 
 
 def append_to_members(leader: SchedulerRequest, tokens: Sequence[int]) -> None:

@@ -229,7 +229,7 @@ class DefaultScheduler(Scheduler):
             num_running=len(tracker.running),
             num_waiting=tracker.num_waiting,
             kv_cache_usage=1 - tracker.cache.num_free_blocks / usable,
-            prefix_cache=tracker.cache.stats(),
+            prefix_cache=tracker.cache_stats(),
             num_preemptions=tracker.num_preemptions,
             num_drafts=self._drafts.verified,
             num_accepted_drafts=sum(accepted),

@@ -17,6 +17,7 @@ from hardpoint.plugins import (
     SchedulerContext,
     SchedulingPolicy,
 )
+from hardpoint.plugins.requests.stats import PrefixCacheStats
 
 from .live_request import SchedulerRequest
 from .waiting_queue import WaitingQueue
@@ -71,6 +72,7 @@ class RequestTracker:
         self.leaders: dict[str, SchedulerRequest] = {}
         self.num_rows = 0  # of workers: running requests and their members
         self.num_preemptions = 0
+        self._uncounted = PrefixCacheStats()  # lookups that admitted nothing
         self._deadlines: list[tuple[float, int, str]] = []
         self._num_prompt_tokens = 0  # of all live requests
         longest = self.blocks_needed(self.limits.max_model_len)
@@ -294,6 +296,22 @@ class RequestTracker:
             for item in request.group
         )
         return self._num_prompt_tokens - ready
+
+    def discount(self, before: PrefixCacheStats) -> None:
+        """Leave the lookups since these statistics of the cache out of `cache_stats`."""
+        after, uncounted = self.cache.stats(), self._uncounted
+        uncounted.requests += after.requests - before.requests
+        uncounted.queried_tokens += after.queried_tokens - before.queried_tokens
+        uncounted.hit_tokens += after.hit_tokens - before.hit_tokens
+
+    def cache_stats(self) -> PrefixCacheStats:
+        """Return the prefix cache totals of admitted requests."""
+        stats, uncounted = self.cache.stats(), self._uncounted
+        return PrefixCacheStats(
+            stats.requests - uncounted.requests,
+            stats.queried_tokens - uncounted.queried_tokens,
+            stats.hit_tokens - uncounted.hit_tokens,
+        )
 
     def load(self, now: float, token_budget: int) -> Load:
         """Return the engine's load, as policies see it."""

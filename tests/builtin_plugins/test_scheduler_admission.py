@@ -306,3 +306,25 @@ def test_a_group_gets_no_prefix_that_its_first_blocks_evict(windows, blocks, loo
         sim.run()
     (plan,) = (plan for plan in sim.plans if len(plan.new_requests) == 3)
     assert plan.num_scheduled_tokens == {"r2": 3, "r2/m/0": 4, "r2/m/1": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "blocks"),
+    [((), 8), ((GroupRequest(9, (), 1, texts=(0,)),), 9)],
+    ids=["no room for new blocks", "no room beside its prefix"],
+)
+def test_a_group_that_waits_for_blocks_counts_no_lookups(before, blocks):
+    sim = GroupSimulator(DefaultScheduler, blocks=blocks, block_size=4, max_num_batched_tokens=32)
+    for request in before:
+        sim.add(request)
+        sim.run()
+    lookups = sim.scheduler.stats().prefix_cache.requests
+    sim.add(GroupRequest(14, (), 12, texts=(3,)))
+    sim.add(GroupRequest(9, (9,), 2, texts=(1, 0)))
+    sim.run()
+    waits = [record.waiting for record in sim.records if record.waiting]
+    assert {wait.waiting_for for reasons in waits for wait in reasons.values()} == {
+        WaitingFor.BLOCKS
+    }
+    assert len(waits) > 8
+    assert sim.scheduler.stats().prefix_cache.requests - lookups == 3

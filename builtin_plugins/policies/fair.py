@@ -21,11 +21,13 @@ class _Account:
     Attributes:
         tenant: the tenant that pays.
         charged: number of leading positions that were charged.
+        num_member_tokens: length of the prompts of its members.
         waiting: whether it counts as a waiting request of its tenant.
     """
 
     tenant: ClientCounter
     charged: int
+    num_member_tokens: int
     waiting: bool = False
 
 
@@ -39,7 +41,9 @@ class Fair(SchedulingPolicy):
     by the smaller weight, as long as input_cost <= output_cost.
 
     Beyond the paper: tokens are charged when they are computed, so an aborted request costs what it
-    used; tokens from the prefix cache are free; recomputation after a preemption is free.
+    used; tokens from the prefix cache are free; recomputation after a preemption is free. The
+    prompts of a request's members are charged with the last token of its own, when all of them
+    are computed.
 
     A tenant without waiting requests earns no credit. On a server, each key is a tenant: the
     tag `tenant` is the name of the key, unless its `tags` name another.
@@ -96,7 +100,10 @@ class Fair(SchedulingPolicy):
         if charged is None:  # computed under another policy, which is not charged
             known = request.num_tokens - 1 if request.output_token_ids else 0
             charged = max(known, request.num_computed_tokens)
-        account = _Account(self._counters.add(self.group(request)), charged)
+        members = [member for group in request.source.members.values() for member in group]
+        num_member_tokens = sum(len(member.prompt_token_ids) for member in members)
+        tenant = self._counters.add(self.group(request))
+        account = _Account(tenant, charged, num_member_tokens)
         self._accounts[request.request_id] = account
         if request.status is not RequestStatus.RUNNING:
             self._wait(account, lift=not imported)
@@ -110,6 +117,8 @@ class Fair(SchedulingPolicy):
         end = request.num_computed_tokens + tokens
         if end > start:
             cost = self._cost(request, end) - self._cost(request, start)
+            if start < request.num_prompt_tokens <= end:
+                cost += self.options.input_cost * account.num_member_tokens
             account.tenant.counter += cost / account.tenant.weight
             account.charged = end
 

@@ -255,7 +255,7 @@ def _schedule_group(tracker: RequestTracker, leader: SchedulerRequest, step: Ste
     if not admit_blocks(tracker, leader, prefixes, tokens, _num_reserved(tracker)):
         return _lack_blocks(tracker, leader, step)
     if "scheduled" in tracker.policy_hooks:
-        step.notify(tracker.policy, leader, sum(tokens))
+        step.notify(tracker.policy, leader, tokens[0])
     tracker.start_running(leader, step.now)
     step.waiting.pop(leader.request_id, None)
     for request, count in zip(leader.group, tokens, strict=True):

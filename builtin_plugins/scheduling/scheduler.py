@@ -158,8 +158,10 @@ class DefaultScheduler(Scheduler):
         if tracker.running and self._pause is not PauseState.PAUSED_ALL:
             schedule_running(tracker, step, self.context.options.max_slowdown)
         if "scheduled" in tracker.policy_hooks:
-            for request_id, running in (step.running | step.admitted).items():
-                step.notify(tracker.policy, running, step.tokens[request_id])
+            scheduled = (*step.running.values(), *step.admitted.values())
+            for request in dict.fromkeys([item.leader or item for item in scheduled]):
+                tokens = step.tokens.get(request.request_id, 0)  # members alone may have some
+                step.notify(tracker.policy, request, tokens)
         admit_waiting(tracker, step, self._pause, self._options)
         if self._limits.max_waiting_tokens is not None:
             self._record_prefill(step)

@@ -89,7 +89,6 @@ class StepState(msgspec.Struct):
 
     def notify(self, policy: SchedulingPolicy, request: SchedulerRequest, tokens: int) -> None:
         """Notify the policy of the tokens of a request; it may end the request."""
-        request = request.leader or request
         if (finish := policy.scheduled(request, tokens)) is not None:
             self.finishes[request.request_id] = finish.of(policy.name)
 

@@ -13,7 +13,9 @@ from support.builtins.scheduler_harness import (
     feature,
     next_token,
 )
+from support.plugins.policies import build
 
+from hardpoint.builtin_plugins.policies import Fair
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.plugins import (
     EngineCoreEventType,
@@ -328,3 +330,40 @@ def test_a_group_that_waits_for_blocks_counts_no_lookups(before, blocks):
     }
     assert len(waits) > 8
     assert sim.scheduler.stats().prefix_cache.requests - lookups == 3
+
+
+class Charging(Fair):
+    """Records calls of `scheduled`, and the charges of the last request that ended."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.calls, self.charges = [], 0.0
+
+    def scheduled(self, request, tokens):
+        self.calls.append((request.num_computed_tokens, tokens))
+        super().scheduled(request, tokens)
+
+    def finished(self, request):
+        self.charges = self.group_key(self.group(request), 0.0)
+        super().finished(request)
+
+
+@pytest.mark.parametrize("budget", [256, 64])
+@pytest.mark.parametrize(
+    ("prompt", "members"), [(110, ()), (10, (100,)), (100, (10,)), (1, (49, 60))]
+)
+def test_fair_charges_groups_with_as_many_tokens_alike(prompt, members, budget):
+    policy = build(Charging)
+    settings = {"blocks": 200, "max_num_batched_tokens": budget, "policy": policy}
+    sim = GroupSimulator(DefaultScheduler, **settings)
+    sim.add(GroupRequest(prompt, members, 5))
+    sim.run()
+    assert policy.charges == 110 + 5 * 2
+    policy.calls.clear()
+    sim.plans.clear()
+    sim.add(GroupRequest(prompt, members, 5, texts=tuple(range(1 + len(members)))))
+    sim.run()  # with cached prefixes
+    assert len(policy.calls) == sum(bool(plan.num_scheduled_tokens) for plan in sim.plans)
+    starts, tokens = zip(*policy.calls, strict=True)
+    assert starts[0] == (prompt - 1) // 4 * 4
+    assert starts == tuple(starts[0] + sum(tokens[:step]) for step in range(len(tokens)))

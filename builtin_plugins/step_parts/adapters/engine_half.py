@@ -34,6 +34,7 @@ from hardpoint.plugins.step_part import (
     WorkerSetup,
 )
 
+from .groups import GroupAdapters
 from .identity import LinkedFolders, content_hash, read_files
 from .leases import Leases
 from .messages import AdapterSlot, StepAdapters, requested_lora
@@ -78,6 +79,7 @@ class AdapterSlots(
         self._pinned: set[str] = set()
         self._requests: dict[str, str] = {}  # content of each request
         self._named: dict[str, str] = {}  # the name by which each request has it
+        self._groups = GroupAdapters(self._config.max_loras)
         self._scales: dict[str, float] = {}  # of requests, if they are not 1.0
         self._ending: set[str] = set()  # requests that a removal ends
         self._leaving: set[str] = set()  # contents that requests have and no name has any more
@@ -154,21 +156,11 @@ class AdapterSlots(
                 f"lora: expected one of {self._known()}, got {name!r} with content "
                 f"{content[:16]}; it was removed, replaced or never added"
             )
-        if request.members or request.leader is not None:
-            self._check_group(request.leader or request.request_id, content)
+        self._groups.add(request, content)
         self._requests[request.request_id] = content
         self._named[request.request_id] = name
         if scale != 1.0:
             self._scales[request.request_id] = scale
-
-    def _check_group(self, leader: str, content: str) -> None:
-        """Check that the adapters of a request and its members have slots at the same time."""
-        of_members = {held for n, held in self._requests.items() if n.startswith(f"{leader}/")}
-        if (count := len(of_members | {content})) > self._config.max_loras:
-            raise RequestError(
-                f"members: expected at most {self._config.max_loras} adapters in a group "
-                f"(adapters.max_loras), got {count}"
-            )
 
     def refused(self, request_id: str) -> None:
         """Forget a request."""
@@ -177,19 +169,24 @@ class AdapterSlots(
     def gate(self, request: Request) -> str | None:
         """Give a request a lease of its adapter, once there is a slot and workers have it.
 
+        A request and its members get the leases of all their adapters at the same time.
+
         Raises:
             RequestError: it was removed, or its files cannot be read again.
         """
-        content = self._requests[request.request_id]
-        if request.request_id in self._ending:
-            raise RequestError(self._removed(content))
+        name = request.request_id
+        contents = self._groups.of(name) or {name: self._requests[name]}
+        for ending in self._ending & contents.keys():
+            raise RequestError(self._removed(contents[ending]))
+        if self._leases.is_holder(name):  # since the gate of another one of its group
+            return None
+        wanted = dict.fromkeys(contents.values())
         try:
-            if content not in self._host and not self._is_read(content):
-                return "its adapter is read"
+            present = [key for key in wanted if key in self._host or self._is_read(key)]
         except ModelError as error:
             raise RequestError(f"lora: {error}") from None
-        self._host[content] = self._clock()
-        return self._leases.acquire(request.request_id, content)
+        self._host |= dict.fromkeys(present, self._clock())
+        return self._leases.acquire(contents) if present == [*wanted] else "its adapter is read"
 
     def ended(self, request_id: str) -> None:
         """Release the lease of a request."""
@@ -198,6 +195,7 @@ class AdapterSlots(
         self._scales.pop(request_id, None)
         self._ending.discard(request_id)
         self._leases.release(request_id)
+        self._groups.remove(request_id)
         if content is None:
             return
         if content in self._wanted and content not in self._requests.values():
@@ -475,10 +473,11 @@ class AdapterSlots(
 
     def _keep(self, ticket: int, content: str) -> None:
         self._host[content] = self._clock()
+        needed = self._pinned | self._groups.with_content(content)
         evictable = [
             other
             for other in sorted(self._host, key=self._host.__getitem__)
-            if other != content and other not in self._pinned and not self._leases.has(other)
+            if other not in needed and not self._leases.has(other)
         ]
         forgotten = evictable[: max(len(self._host) - self._config.num_cpu_loras, 0)]
         self._readings.keep(ticket, forgotten)

@@ -22,30 +22,33 @@ class Leases:
         self._of: dict[str, str] = {}  # content of each request with a lease
         self._waiting: dict[str, float] = {}  # requests since when, in the order of their arrival
 
-    def acquire(self, request_id: str, content: str) -> str | None:
-        """Give a request a lease; return why it has to wait, or None."""
-        self._waiting.setdefault(request_id, self._clock())
-        oldest = next(iter(self._waiting))
-        if request_id != oldest and self._clock() - self._waiting[oldest] > _PATIENCE_SECONDS:
-            return "a request before it waits for a slot of its adapter (adapters.max_loras)"
-        slot = self._find(content)
-        if slot is None:
-            return (
-                f"a slot for its adapter: requests with {len(self._slots)} others run "
-                f"(adapters.max_loras)"
-            )
-        del self._waiting[request_id]
-        self._slots.pop(slot)
-        self._slots[slot] = content
-        self._of[request_id] = content
-        return None
+    def acquire(self, contents: Mapping[str, str]) -> str | None:
+        """Give a request, or all of a group, leases; return why they wait, or None.
 
-    def _find(self, content: str) -> int | None:
-        held = set(self._of.values())
-        slots = self._slots.items()
-        matches = (slot for slot, has in slots if has == content)
-        free = (slot for slot, has in slots if has not in held)
-        return next(matches, next(free, None))
+        No request of a group has a lease while another one waits, because two groups would wait
+        for each other.
+
+        Args:
+            contents: the content of each request that has one, by its id.
+        """
+        name = next(iter(contents))
+        self._waiting.setdefault(name, self._clock())
+        oldest = next(iter(self._waiting))
+        if name != oldest and self._clock() - self._waiting[oldest] > _PATIENCE_SECONDS:
+            return "a request before it waits for a slot of its adapter (adapters.max_loras)"
+        wanted = set(contents.values())
+        held = wanted.union(self._of.values())
+        slots = {has: slot for slot, has in self._slots.items() if has in wanted}
+        free = [slot for slot, has in self._slots.items() if has not in held]
+        missing = [content for content in dict.fromkeys(contents.values()) if content not in slots]
+        if len(missing) > len(free):
+            return _lack(len(wanted), len(self._slots) - len(free) - len(slots))
+        for content, slot in (slots | dict(zip(missing, free, strict=False))).items():
+            self._slots.pop(slot)
+            self._slots[slot] = content
+        del self._waiting[name]
+        self._of |= contents
+        return None
 
     def slot(self, content: str) -> int:
         """Return the slot of a content that a request holds."""
@@ -71,3 +74,8 @@ class Leases:
     def counts(self) -> Mapping[str, int]:
         """Return how many requests hold each content."""
         return Counter(self._of.values())
+
+
+def _lack(num_wanted: int, num_others: int) -> str:
+    slots = "a slot for its adapter" if num_wanted == 1 else f"slots for its {num_wanted} adapters"
+    return f"{slots}: requests with {num_others} others run (adapters.max_loras)"

@@ -20,16 +20,17 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [11] * 30, [12, 13]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model and two adapters."""
+    """A model and four adapters."""
     base = tmp_path_factory.mktemp("adapters")
     model = write_model(base / "model")
-    for index in range(2):
+    for index in range(4):
         write_adapter(base / f"adapter{index}", model, seed=index, r=2, lora_alpha=4)
     return base
 
 
-def opened(folders, settings=(), max_loras=2):
-    adapters = {"adapters": {"max_loras": max_loras, "max_cpu_loras": 4, "max_lora_rank": 4}}
+def opened(folders, settings=(), max_loras=2, max_cpu_loras=4):
+    limits = {"max_loras": max_loras, "max_cpu_loras": max_cpu_loras, "max_lora_rank": 4}
+    adapters = {"adapters": limits}
     config = {**ADAPTED, **adapters, **dict(settings)}
     return LLM(str(folders / "model"), dtype="float32", max_model_len=64, config=config)
 
@@ -61,6 +62,22 @@ def test_a_member_reads_its_prompt_with_its_adapter(folders, form):
         assert token_ids(llm.generate(PROMPTS, params(adapter=fields(member)))) == expected
         both = llm.generate(PROMPTS, params(adapter=fields(member)), lora_request=other)
         assert token_ids(both) == expected
+
+
+def test_groups_do_not_wait_for_the_slots_of_each_other(folders):
+    with opened(folders, max_cpu_loras=2) as llm:
+        adapters = [added(llm, folders, index) for index in range(4)]
+        each = [params(adapter=fields(adapters[index])) for index in (1, 3)]
+        requests = [adapters[0], adapters[2]]
+        expected = [
+            token_ids(llm.generate([prompt], one, lora_request=[adapter]))[0]
+            for prompt, one, adapter in zip(PROMPTS, each, requests, strict=False)
+        ]
+        for adapter in requests:  # the adapters of the members have to be read
+            llm.generate(PROMPTS[:1], params(), lora_request=adapter)
+        assert token_ids(llm.generate(PROMPTS[:2], each, lora_request=requests)) == expected
+        after = llm.generate(PROMPTS[:1], params(), lora_request=adapters[3])
+        assert token_ids(after)[0]
 
 
 def test_an_adapter_that_is_not_loaded_is_refused(folders):

@@ -9,13 +9,15 @@ import json
 import random
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from support.builtins.model_calls import FOOD, IN_JSON, PARSERS, TOOLS, USUAL, make
 from support.searching import searches_long
 
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
-from hardpoint.plugins import ParserRequest
+from hardpoint.builtin_plugins.parsers.json_sections import Hermes
+from hardpoint.plugins import OutputParserContext, ParserRequest
 from hardpoint.plugins.grammars import GrammarContext
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -254,6 +256,38 @@ def test_calls_as_the_model_writes_them_are_allowed(parser, calls, before):
         ("now", {}),
         ("order_food", FOOD),
     ]
+
+
+class WithAddedTokens(ByteTokenizer):
+    """Its tokens are added to the vocabulary, and not special, as `</tool_call>` of Qwen."""
+
+    def vocabulary(self):
+        return msgspec.structs.replace(super().vocabulary(), special=tuple(self.eos_token_ids))
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        skipped = self.eos_token_ids if skip_special_tokens else ()
+        visible = [token for token in token_ids if token not in skipped]
+        return super().decode(visible, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("tokenizer_type", [ByteTokenizer, WithAddedTokens])
+def test_only_a_special_token_ends_a_string(tokenizer_type):
+    tokenizer = tokenizer_type(["<tool_call>", "</tool_call>"])
+    context = OutputParserContext(name="calls", options=Hermes.Options(), tokenizer=tokenizer)
+    subject = Hermes(context)
+    schemas = {"write": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    start = compiled(subject.call_format(schemas, required=True), tokenizer)
+    text = """<tool_call>
+{"name": "write", "arguments": {"a":"</tool_call>, <tool_call>."}}
+</tool_call>"""
+    ids = tokenizer.encode(text * 2)
+    is_text = tokenizer_type is WithAddedTokens
+    assert allows(start, tokenizer.encode(text), tokenizer) == is_text
+    events, _ = events_of(subject, tokenizer, ids, schemas)
+    assert any(isinstance(event, MalformedText) for event in events) != is_text
+    if is_text:
+        calls, _, _ = parsed(subject, tokenizer, ids, schemas)
+        assert calls == [["write", '{"a":"</tool_call>, <tool_call>."}']] * 2
 
 
 # parser, what comes before arguments behind other text, what follows, and arguments that fit

@@ -178,7 +178,7 @@ class Body(ABC):
 
     @property
     def quotes(self) -> bool:
-        """Whether the text so far ends inside a string; markers have no effect there."""
+        """Whether the text so far ends inside a string; only special tokens are markers there."""
         return False
 
     @abstractmethod

@@ -232,7 +232,11 @@ class FormatParser(OutputParser):
         first = next(iter(self._states))
         if request.reasoning_open and self.reasoning is not None:
             first = self.reasoning
-        return _FormatState(self._table, first, request)
+        return _FormatState(self._table, first, request, self._is_text)
+
+    def _is_text(self, token_id: int) -> bool:
+        """Return whether a marker is an added token that is not special: grammars take its text."""
+        return bool(self.context.tokenizer.decode([token_id], skip_special_tokens=True))
 
 
 def any_tag(*formats: Format, parallel: bool) -> Format:
@@ -363,8 +367,14 @@ def _pattern(marker: str) -> str:
 class _FormatState:
     """Where an output is in a table of states."""
 
-    def __init__(self, table: Mapping[str, _Compiled], first: str, request: ParserRequest) -> None:
-        self._table, self._output = table, OpenOutput(request)
+    def __init__(
+        self,
+        table: Mapping[str, _Compiled],
+        first: str,
+        request: ParserRequest,
+        is_text: Callable[[int], bool],
+    ) -> None:
+        self._table, self._output, self._is_text = table, OpenOutput(request), is_text
         self._held = ""  # the end of the text, which may begin a marker
         self._idle = 0  # bodies that took nothing, one after another
         self._state = table[first]
@@ -373,6 +383,10 @@ class _FormatState:
     @property
     def in_reasoning(self) -> bool:
         return isinstance(self._body, Reasoning) and "reasoning" in self._output.request.roles
+
+    @property
+    def _in_string(self) -> bool:
+        return self._body.quotes and not self._output.failed
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Take text, but for an end that may begin a marker."""
@@ -398,7 +412,7 @@ class _FormatState:
         if marker not in self._state.by_text:
             self._held = marker
             return len(text)
-        if self._body.quotes and not self._output.failed:
+        if self._in_string:
             # Only its first character is known to be no marker.
             return self._feed_body(text, at, at + 1, events)
         self._leave(self._state.by_text[marker], events, marker)
@@ -434,11 +448,14 @@ class _FormatState:
             self._body.open(events)
 
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
-        """Take a special token; where it is not a marker, its text is as any other."""
+        """Take a special or added token; its text is as any other if it is not a marker.
+
+        In a string, a special token alone is a marker.
+        """
         events = self._flush()
         if token_id in self._state.calls and self._output.request.tools:
             self._leave(self._state.calls[token_id], events)
-        if token_id in self._state.by_id:
+        if token_id in self._state.by_id and not (self._in_string and self._is_text(token_id)):
             self._leave(self._state.by_id[token_id], events, text)
         else:
             self._feed_plain(text, events)

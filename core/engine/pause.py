@@ -101,6 +101,11 @@ class PauseController:
         return set(self._states.values()) != {PauseState.UNPAUSED}
 
     @property
+    def is_paused_by_user(self) -> bool:
+        """Whether the engine stays paused until `resume`."""
+        return self._states[_USER] is not PauseState.UNPAUSED
+
+    @property
     def is_pending(self) -> bool:
         """Whether a pause waits for the engine to be idle."""
         return bool(self._when_idle)
@@ -125,14 +130,15 @@ class PauseController:
         return self._run_when_idle(self._clear_caches if clear_cache else lambda: None)
 
     def resume(self) -> None:
-        """Schedule again; fail the futures of pauses that are not complete.
+        """End the pauses by `pause` and `sleep`; fail the futures of incomplete ones.
+
+        The pauses of step parts stay, since other engines may have run their actions already.
 
         Raises:
             HardpointError: the engine is asleep.
         """
         self._check_awake()
-        self.fail_pending("the engine was resumed before it was idle")
-        self._states.clear()
+        self.fail_pending("the engine was resumed before it was idle", _USER)
         self._set_state(PauseState.UNPAUSED)
 
     def sleep(self, level: int, mode: str) -> Future[None]:

@@ -83,8 +83,8 @@ class ControlCalls:
 
     @utility()
     def is_paused(self: UtilityHost) -> bool:
-        """Return whether the engine is paused."""
-        return self._pause.is_paused
+        """Return whether the engine is paused until `resume`."""
+        return self._pause.is_paused_by_user
 
     @utility(has_timeout=False)
     def sleep(self: UtilityHost, level: int = 1, mode: PauseModeName = "abort") -> Future[None]:

@@ -127,7 +127,7 @@ class JointCalls:
         """
         self._choice, self._replicas = choice, replicas
         self._pauses = _Pauses(replicas)
-        self._answered: dict[Any, dict[int, Any]] = {}
+        self._answered: dict[str, dict[Replica, Any]] = {}  # by call
 
     def call(
         self,
@@ -236,21 +236,21 @@ class JointCalls:
     def _call_part(self, replicas: Sequence[Replica], args: Sequence[Any]) -> Future[Any]:
         """Call a step part; after the answer None, only the engines that gave it are asked again.
 
-        So a call that is repeated until it is done is done once by each engine.
+        So a call that is repeated until it is done is done once by each engine. The successor of an
+        engine that died is asked, too.
         """
         part, method, *_ = args
         key = repr(args)
-        ranks = {replica.rank for replica in replicas}
-        before = {r: a for r, a in self._answered.pop(key, {}).items() if r in ranks}
-        unanswered = [replica for replica in replicas if replica.rank not in before]
+        before = {r: a for r, a in self._answered.pop(key, {}).items() if r in replicas}
+        unanswered = {replica.rank: replica for replica in replicas if replica not in before}
         entry = self._choice.plugins.find("step_parts", part) if isinstance(part, str) else None
 
         def merge(answers: Mapping[int, Any]) -> Any:
-            known = before | dict(answers)
+            known = before | {unanswered[rank]: answer for rank, answer in answers.items()}
             if len(self._answered) < _MOST_REPEATED and None in known.values():
                 self._answered[key] = {r: a for r, a in known.items() if a is not None}
                 return None
-            listed = [known[rank] for rank in sorted(known)]
+            listed = [known[replica] for replica in sorted(known, key=attrgetter("rank"))]
             if entry is None:
                 return listed[0]
             target = cast(type[StepPart], self._choice.plugins.target(entry))
@@ -258,7 +258,7 @@ class JointCalls:
             with faults_as(PluginFaultError, source, passing=(HardpointError,)):
                 return target.merge_answers(method, listed)
 
-        calls = {replica.rank: _sent(replica, "call_part", *args) for replica in unanswered}
+        calls = {rank: _sent(r, "call_part", *args) for rank, r in unanswered.items()}
         return JointCall(calls, merge).future
 
 

@@ -377,6 +377,22 @@ class TestUpdatesOfWeights:
         rig.core.resume()
         assert rig.run()["a"] == expected([1, 2, 3], 6)
 
+    @pytest.mark.parametrize("pauses", [True, False])
+    def test_resuming_does_not_end_it(self, pauses):
+        rig, loop = self.began()
+        paused = rig.core.pause(WAIT) if pauses else None
+        used = self.use(rig, "1", WAIT)
+        rig.core.resume()
+        assert not rig.core.is_paused()
+        if paused is not None:
+            with pytest.raises(HardpointError, match="resumed before it was idle"):
+                paused.result(0)
+        rig.add("late", max_tokens=2)
+        loop.run_until_idle()
+        assert used.result(0) is True
+        assert (rig.tokens["a"], rig.ends) == (expected([1, 2, 3], 6), {"a": "length"})
+        assert rig.run()["late"] == expected([1, 2, 3], 2)
+
     def test_requests_that_a_pause_holds_stay_held(self):
         rig, loop = self.began()
         rig.core.pause(KEEP)

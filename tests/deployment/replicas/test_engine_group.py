@@ -246,6 +246,22 @@ def test_a_part_that_is_not_done_is_asked_again_where_it_is_not(world):
     assert released.result(0) == "accepted"
 
 
+def test_a_part_that_was_done_by_an_engine_that_died_is_asked_of_its_successor(world):
+    group = world.group(2, restarts=1)
+    args = ("weight_updates", "poll", {"ticket": 7})
+    first = group.call("call_part", *args)
+    world.of(0).calls[-1][2].set_result(None)
+    world.of(1).calls[-1][2].set_result(True)
+    assert first.result(0) is None
+    world.of(1).die(killed=True)
+    wait_until(lambda: len(world.engines) == 3 and set(group.pids) == {0, 1}, what="the restart")
+    second = group.call("call_part", *args)
+    world.of(0).calls[-1][2].set_result(True)
+    world.of(1).calls[-1][2].set_exception(HardpointError("no weights are prepared"))
+    with pytest.raises(HardpointError, match="^engine 1: no weights are prepared; 1 of 2 engines"):
+        second.result(0)
+
+
 def test_cancelling_a_call_cancels_it_everywhere(world):
     group = world.group(2)
     future = group.call("pause", "wait")

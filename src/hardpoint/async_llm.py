@@ -157,7 +157,7 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=ModelClass):
             built = build_async_engine(
                 config, config_sources, progress=display.report, handed=passed_plugins, **how
             )
-        self._engine, self._files = built, WeightFiles()
+        self._engine, self._files = built, WeightFiles(built.parts.config.load.updates)
         self._requests, self._groups = async_groups(built, self._files)
         self._conversations = open_conversations(built.parts.config, built.parts.clock)
 

@@ -140,7 +140,8 @@ class LLM(ShownModel, SyncCaller, metaclass=ModelClass):
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
         self._engine = open_engine(config, config_sources, installed, draws=self._draws_progress)
-        self._files, parts = WeightFiles(), self._engine.parts
+        parts = self._engine.parts
+        self._files = WeightFiles(parts.config.load.updates)
         self._requests, self._groups = sync_groups(self._engine, self._files)
         self._conversations = open_conversations(parts.config, parts.clock)
 

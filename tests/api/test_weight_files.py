@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.process.forked_python import forked_python
 
 from hardpoint import ModelError
@@ -33,8 +34,9 @@ def place(tmp_path, monkeypatch):
 class Engine:
     """Takes weights while `goes_on` is not set."""
 
-    def __init__(self):
+    def __init__(self, updates):
         self.parts = SimpleNamespace(config=EngineConfig(model="x"))
+        self.set_load(msgspec.structs.replace(self.parts.config.load, updates=tuple(updates)))
         self.goes_on, self.uses, self.calls = asyncio.Event(), asyncio.Event(), []
 
     def set_load(self, load):
@@ -51,9 +53,9 @@ class Engine:
 
 
 class Weights(AsyncWeightUpdateGroup):
-    def __init__(self):
-        self.engine = Engine()
-        super().__init__(self.engine, WeightFiles())
+    def __init__(self, updates=()):
+        self.engine = Engine(updates)
+        super().__init__(self.engine, WeightFiles(updates))
 
 
 async def test_an_update_that_is_cancelled_while_the_engine_takes_the_weights_is_whole(place):
@@ -88,6 +90,48 @@ def test_tensors_of_an_update_that_fails_are_removed(place):
 
     asyncio.run(main())
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "lost"),
+    [
+        ("b", "the tensor 'a' of"),
+        ("c", "the tensor 'a' of"),
+        ("ac", None),
+        ("abc", None),
+        (None, "a safetensors file"),
+    ],
+)
+@pytest.mark.parametrize("starts_with", [True, False])
+async def test_tensors_of_an_overwritten_file_do_not_vanish(tmp_path, names, lost, starts_with):
+    latest, other = tmp_path / "latest.safetensors", tmp_path / "other.safetensors"
+
+    def write(path, names):
+        save_file({name: torch.ones(1) for name in names}, path)
+
+    write(latest, "ab")
+    write(other, "b")
+    group = Weights([str(latest)] if starts_with else ())
+    group.engine.goes_on.set()
+    if not starts_with:
+        await group.update(latest)
+    await group.update(other)
+    before = group.engine.parts.config.load
+    assert before.updates == (str(latest), str(other))
+    if names is None:
+        latest.unlink()
+    else:
+        write(latest, names)
+    if lost is not None:
+        for _ in range(2):  # an update that fails changes no names
+            for path in [other] if names is None else [latest, other]:
+                with pytest.raises(ModelError, match=f"latest.safetensors: expected {lost}"):
+                    await group.update(path)
+        assert group.engine.parts.config.load == before
+        write(latest, "ab")
+    await group.update(latest)
+    updates = (str(latest),) if names == "abc" or lost else (str(other), str(latest))
+    assert group.engine.parts.config.load.updates == updates
 
 
 FORKS = """

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Collection, Coroutine, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -22,7 +22,7 @@ from hardpoint import typed
 from hardpoint.core.engine.utility_calls import ControlCalls, PauseModeName
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.errors import shown, size_text
-from hardpoint.plugins import EngineConfig, HardpointError, RequestError
+from hardpoint.plugins import EngineConfig, HardpointError, ModelError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
 from hardpoint.toolkit.updated_weights import tensor_files, write_tensors
 
@@ -103,6 +103,7 @@ class WeightUpdateGroup:
                     time.sleep(pause)
                 with _starting_with(load, engine):
                     call("use", use)
+                files.taken()
             except BaseException:
                 with contextlib.suppress(HardpointError):
                     call("drop", {})
@@ -141,9 +142,8 @@ class AsyncWeightUpdateGroup:
     async def _update(
         self, weights: Weights, version: str | None, mode: PauseModeName, recompute: bool
     ) -> str:
-        engine = self._engine
-        after = self._files.after
-        load = await asyncio.to_thread(after, engine.parts.config, weights, version)
+        engine, files = self._engine, self._files
+        load = await asyncio.to_thread(files.after, engine.parts.config, weights, version)
         prepare, poll, use = _arguments(load, mode, recompute=recompute)
 
         async def call(method: str, arguments: Mapping[str, Any]) -> Any:
@@ -153,6 +153,7 @@ class AsyncWeightUpdateGroup:
         async def use_prepared() -> None:
             with _starting_with(load, engine):
                 await call("use", use)
+            files.taken()
 
         try:
             await call("prepare", prepare)
@@ -210,9 +211,15 @@ class WeightFiles:
         lock: held during an update by a program that waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, updates: Sequence[str] = ()) -> None:
+        """`updates`: the files that the engine has taken at its start."""
         self.lock = threading.Lock()
         self._folders = TensorFolders(_PREFIX, "weights")
+        self._names: dict[str, set[str]] = {}  # of tensors that were taken, by path
+        self._next = self._names  # the same after the update that is under way
+        for path in updates:
+            with contextlib.suppress(ModelError):  # it is not here any more
+                self._names[path] = _names(path)
 
     def after(self, config: EngineConfig, weights: Weights, version: str | None) -> LoadConfig:
         """Return how weights are read after an update; tensors are written to a file.
@@ -226,7 +233,7 @@ class WeightFiles:
 
         Raises:
             RequestError: a field is wrong.
-            ModelError: the files are missing or broken.
+            ModelError: files are missing or broken, or earlier ones lack tensors that they had.
             HardpointError: there is no room for the tensors.
         """
         load = config.load
@@ -237,12 +244,20 @@ class WeightFiles:
             path = str(self._folders.write(_FILE, weights) / _FILE)
         else:
             path = _path(weights)
-        later, updates = _names(path), [path]
+        later = _names(path)
+        names_by_path = {path: set(later)}
         for earlier in reversed(config.load.updates):
-            if not (names := _names(earlier)) <= later:
-                updates.append(earlier)
+            names = self._names.get(earlier) or _names(earlier)
+            if needed := names - later:
+                _check_has(earlier, needed)
+                names_by_path[earlier] = names
                 later |= names
-        return msgspec.structs.replace(load, updates=tuple(reversed(updates)))
+        self._next = names_by_path
+        return msgspec.structs.replace(load, updates=tuple(reversed(names_by_path)))
+
+    def taken(self) -> None:
+        """Note that the engine has the weights of the last `after`."""
+        self._names = self._next
 
     @contextlib.contextmanager
     def kept_of(self, engine: LLMEngine | AsyncEngine) -> Iterator[None]:
@@ -272,6 +287,19 @@ def _path(weights: Any) -> str:
 
 def _names(path: str) -> set[str]:
     return {name for names in tensor_files(path).values() for name in names}
+
+
+def _check_has(path: str, needed: set[str]) -> None:
+    """Check that files of an earlier update have tensors that no later one replaces.
+
+    Raises:
+        ModelError: they lack one.
+    """
+    if lost := sorted(needed - _names(path)):
+        raise ModelError(
+            f"{path}: expected the tensor {shown(lost[0])} of an earlier update, got a file "
+            "without it; keep the files of updates, or replace all of their tensors"
+        )
 
 
 def _following(version: str) -> str:

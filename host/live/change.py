@@ -119,7 +119,7 @@ class _Pending:
         self._slots = slots
         self._prepared: list[PreparedChange] = []
         self._error: BaseException | None = None
-        self._dropped = False
+        self._dropped = self._done = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="hardpoint-change", daemon=True)
         self._thread.start()
@@ -137,6 +137,7 @@ class _Pending:
         except BaseException as error:
             self._error = error
         with self._lock:
+            self._done = True
             if self._dropped or self._error is not None:
                 _undo(self._prepared)
 
@@ -172,7 +173,7 @@ class _Pending:
         """Undo all, the last first; a thread that prepares still does so itself, at its end."""
         with self._lock:
             self._dropped = True
-            if not self._thread.is_alive():
+            if self._done:
                 _undo(self._prepared)
 
 

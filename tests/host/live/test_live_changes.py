@@ -22,6 +22,7 @@ from hardpoint.errors import (
     PluginNotFoundError,
     RequestError,
 )
+from hardpoint.host.live.change import Changes
 from hardpoint.testing import scripted_config
 
 MODULE = "support.plugins.changing"
@@ -353,6 +354,24 @@ class TestUndo:
         waits.go.set()
         llm.plugins.change(enable=[Pick])
         assert picked(llm) == forced(0)
+
+    def test_one_that_is_undone_when_its_thread_is_about_to_end(self, monkeypatch):
+        prepared, go, undone = threading.Event(), threading.Event(), []
+
+        class Lingering(threading.Thread):
+            def run(self):
+                super().run()
+                prepared.set()
+                go.wait(PATIENCE_S)
+
+        monkeypatch.setattr("hardpoint.host.live.change.threading.Thread", Lingering)
+        made = SimpleNamespace(undo=lambda: undone.append("once"))
+        changes = Changes([SimpleNamespace(prepare=lambda *_: made)])
+        changes.prepare(SimpleNamespace(), plugins=SimpleNamespace())
+        assert prepared.wait(PATIENCE_S)
+        changes.undo()
+        go.set()
+        assert undone == ["once"]
 
     def test_a_second_change_meanwhile_is_busy(self, llm, waits):
         with ThreadPoolExecutor() as pool:

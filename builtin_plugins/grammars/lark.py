@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
@@ -126,11 +127,36 @@ class LarkWriter:
             case RegexFormat(pattern=pattern):
                 return [_Item("regex", f"/{regex_to_lark(pattern, use_ascii='')}/")]
             case SequenceFormat(elements=elements):
-                return [item for part in elements for item in self._items(part)]
+                items = deque[_Item]()
+                for part in reversed(elements):
+                    self._add_before(part, items)
+                return list(items)
             case TagFormat(begin=begin, content=content, end=end):
-                return [*self._text(begin), *self._items(content), *self._text(end)]
+                items = deque(self._text(end))
+                self._add_before(content, items)
+                return [*self._text(begin), *items]
             case _:
                 return [_Item("rule", self._expression(format))]
+
+    def _add_before(self, format: Format, items: deque[_Item]) -> None:
+        """Add the items of a format before others; each of its choices takes a text after it."""
+        ends: list[Format | None] = []
+        if items and items[0].kind == "text" and _is_open(format):
+            match format:
+                case OrFormat(elements=elements):
+                    ends += elements
+                case OptionalFormat(content=content):
+                    ends += [content, None]
+        if not ends:
+            items.extendleft(reversed(self._items(format)))
+            return
+        text, choices = items.popleft(), []
+        for choice in ends:
+            ended = deque([text])
+            if choice is not None:
+                self._add_before(choice, ended)
+            choices.append(self._rule(self._sequence(list(ended))))
+        items.appendleft(_Item("rule", self._any_of(choices)))
 
     def _expression(self, format: Format) -> str:
         match format:
@@ -222,6 +248,21 @@ class LarkWriter:
                 f"token: expected an id from 0 to {len(vocabulary.tokens) - 1}, got {token}"
             )
         return _token(token)
+
+
+def _is_open(format: Format) -> bool:
+    """Return whether a format may end with a pattern, which the text after it ends."""
+    match format:
+        case AnyTextFormat() | RegexFormat():
+            return True
+        case SequenceFormat(elements=[*_, part]) | OptionalFormat(content=part):
+            return _is_open(part)
+        case OrFormat(elements=elements):
+            return any(map(_is_open, elements))
+        case TagFormat(content=part, end=""):
+            return _is_open(part)
+        case _:
+            return False
 
 
 def read_grammar(source: str) -> str:

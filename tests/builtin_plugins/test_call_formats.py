@@ -29,6 +29,8 @@ from hardpoint.plugins.output_parser import (
 from hardpoint.plugins.structured import (
     AnyTextFormat,
     ConstStringFormat,
+    OptionalFormat,
+    OrFormat,
     RegexFormat,
     SequenceFormat,
     StructuralTag,
@@ -100,9 +102,8 @@ def advanced(state, token_ids):
 
 
 def sequence(*parts):
-    as_text = ConstStringFormat
-    parts = [as_text(value=part) if isinstance(part, str) else part for part in parts]
-    return SequenceFormat(elements=parts)
+    text = ConstStringFormat
+    return SequenceFormat(elements=[text(value=x) if isinstance(x, str) else x for x in parts])
 
 
 def regex(pattern):
@@ -126,6 +127,12 @@ def tagged(pattern):
         (sequence(regex("[a-z.]+"), ".com"), ["a.com", "a.b.com"], [".com", "a.com.", "a.co"]),
         (sequence(regex("[0-9]+"), regex("0")), ["10", "100"], ["0", "1", "101"]),
         (sequence(regex("a|ab"), regex("bc|c"), "."), ["abc.", "abbc."], ["ab.", "abcc."]),
+        (
+            sequence(OrFormat(elements=[regex(".+"), sequence("b", AnyTextFormat())]), "c", "."),
+            ["ac.", "bc.", "b\n\nc."],
+            ["c.", "a\nc.", "ac", "acc."],
+        ),
+        (sequence(OptionalFormat(content=regex("[a-z]+")), "ab"), ["ab", "aab"], ["a", "abb"]),
         (sequence(regex("a|abcd"), AnyTextFormat()), ["a", "abce"], ["", "b"]),
         (sequence(regex("a|abcd"), AnyTextFormat(), "."), ["a.", "abce."], [".", "ab", "a.."]),
     ],
@@ -133,10 +140,8 @@ def tagged(pattern):
 def test_a_regular_expression_leaves_the_text_after_it(format, fits, others):
     tokenizer = ByteTokenizer([])
     start = compiled(format, tokenizer)
-    row = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
     for text in (*fits, *others):
-        state = advanced(start, tokenizer.encode(text, add_special_tokens=False))
-        assert (state is not None and state.fill_bitmask(row)) == (text in fits), text
+        assert allows(start, tokenizer.encode(text), tokenizer) == (text in fits), text
 
 
 def walk(start, chosen, tokenizer, longest):
@@ -280,8 +285,7 @@ def test_only_a_special_token_ends_a_string(tokenizer_type):
     text = """<tool_call>
 {"name": "write", "arguments": {"a":"</tool_call>, <tool_call>."}}
 </tool_call>"""
-    ids = tokenizer.encode(text * 2)
-    is_text = tokenizer_type is WithAddedTokens
+    ids, is_text = tokenizer.encode(text * 2), tokenizer_type is WithAddedTokens
     assert allows(start, tokenizer.encode(text), tokenizer) == is_text
     events, _ = events_of(subject, tokenizer, ids, schemas)
     assert any(isinstance(event, MalformedText) for event in events) != is_text

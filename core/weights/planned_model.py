@@ -47,6 +47,7 @@ from hardpoint.plugins.component import Source
 from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.toolkit.updated_weights import UpdatedWeights
 
 from .quantized_weights import QuantizedWeights, Scheme
 from .shares import build_share
@@ -242,6 +243,8 @@ def load_weights(
 
 
 def _cache_key(spec: WorkerSpec, model: Model) -> str | None:
+    if isinstance(spec.loader, UpdatedWeights):
+        return None  # the next update replaces them
     entries = [
         spec.plugins.get("loaders", spec.loader.name),
         spec.plugins.get("models", spec.model_config.model_plugin),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["UpdatedWeights", "tensor_files", "write_tensors"]
+
+_log = logging.getLogger("hardpoint")
 
 _HEAD = "lm_head.weight"
 _SHOWN = 3  # names in a message
@@ -50,6 +54,7 @@ class UpdatedWeights(WeightLoader):
         for path in paths:
             for file, names in tensor_files(path).items():
                 self._where |= dict.fromkeys(names, file)
+        self._first_state = self._state()
 
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:  # noqa: ARG003
@@ -167,14 +172,31 @@ class UpdatedWeights(WeightLoader):
         )
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str | None:
-        """Return a hash of the contents of all files."""
+        """Return a hash of the contents of all files; a random one if a file has changed.
+
+        Workers may have read the earlier contents, since this loader was made.
+        """
         base_hash = self.base.content_hash(hash_file)
         if base_hash is None:
             return None
         digest = hashlib.sha256(base_hash.encode())
         for name in sorted(self._where):
             digest.update(f"\0{name}\0{hash_file(self._where[name])}".encode())
+        if self._state() != self._first_state:
+            _log.warning("files of the weights changed during an update: KV blocks are not shared")
+            digest.update(secrets.token_bytes())
         return digest.hexdigest()
+
+    def fingerprint(self) -> str:
+        """Return a text that differs whenever a file of either loader does."""
+        return self._state()
+
+    def _state(self) -> str:
+        try:
+            of_base = self.base.fingerprint()
+        except Exception:  # of a plugin; the files' states remain
+            of_base = None
+        return "; ".join([str(of_base), *map(_state_of, dict.fromkeys(self._where.values()))])
 
     def close(self) -> None:
         """Close the other loader."""
@@ -203,6 +225,15 @@ def tensor_files(path: str) -> dict[Path, list[str]]:
     if not seen:
         raise ModelError(f"{path}: expected tensors, it has none")
     return names_by_file
+
+
+def _state_of(file: Path) -> str:
+    try:
+        status = file.stat()
+    except OSError:
+        return f"{file} is missing"
+    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    return f"{file} {status.st_size} {times} {status.st_dev}:{status.st_ino}"
 
 
 @contextlib.contextmanager

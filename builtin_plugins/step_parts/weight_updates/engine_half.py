@@ -73,6 +73,7 @@ class VersionedRequests(EngineHalf):
         self._call_workers, self._border = context.call_workers, context.border
         self._version = config.load.version
         self._prepared: PrepareArguments | None = None
+        self._loader: WeightLoader | None = None  # of the prepared weights, for KV keys
         self._live: dict[str, _TokenVersions] = {}
         self.is_active = config.load != type(config.load)(use=config.load.use)
         self._methods: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
@@ -124,6 +125,8 @@ class VersionedRequests(EngineHalf):
                 "and of new weights"
             )
         self._forget_prepared()
+        if border.moves_blocks is not None:  # before workers read the files, which may change
+            self._loader = self._loader_of(update)
         self._prepared = update
         self._send(ReadWeights(update.ticket, update.updates))
         return True
@@ -165,17 +168,21 @@ class VersionedRequests(EngineHalf):
         prepared, self._prepared = self._prepared, None
         assert prepared is not None, "prepare() comes first"
         border = self._between
+        of_prepare, self._loader = self._loader, None
 
         def loader() -> WeightLoader:
-            base = border.loader
-            base = base.base if isinstance(base, UpdatedWeights) else base
-            return UpdatedWeights(base, prepared.updates)
+            return of_prepare or self._loader_of(prepared)
 
         use = functools.partial(self._send, UseWeights(prepared.ticket))
         border.change_weights(use, loader, recompute=recompute)
         self._note(prepared.version, keeps_cache=not recompute)
         self.is_active, self._version = True, prepared.version
         return True
+
+    def _loader_of(self, update: PrepareArguments) -> WeightLoader:
+        base = self._between.loader
+        base = base.base if isinstance(base, UpdatedWeights) else base
+        return UpdatedWeights(base, update.updates)
 
     def _drop(self, arguments: DropArguments) -> bool:  # noqa: ARG002
         """Forget the prepared weights; a waiting `use` fails."""
@@ -184,7 +191,7 @@ class VersionedRequests(EngineHalf):
         return True
 
     def _forget_prepared(self) -> None:
-        prepared, self._prepared = self._prepared, None
+        prepared, self._prepared, self._loader = self._prepared, None, None
         if prepared is not None:
             with contextlib.suppress(HardpointError):  # workers without a model have none prepared
                 self._send(DropWeights(prepared.ticket))

@@ -441,3 +441,24 @@ def test_stored_blocks_of_earlier_weights_are_not_found(folders, expected):
             llm.weights.update(folder)
             for _ in range(2):
                 assert results(llm) == of
+
+
+def test_no_blocks_are_stored_as_those_of_a_file_that_was_replaced(folders, expected, tmp_path):
+    """Weights of the first model are read; then the file is that of the second one."""
+    path = tmp_path / "latest.safetensors"
+    shutil.copy(file_of(folders[0]), path)
+    store = {"disk": {"path": str(tmp_path / "blocks"), "size_bytes": 1 << 24}}
+    with opened(folders[0], kv_connector={"stores": ["disk"]}, plugin=store) as llm:
+
+        def call(method, **arguments):
+            return llm.plugins.call_part("weight_updates", method, arguments)
+
+        how = {"ticket": 1, "mode": "keep", "recompute": True}
+        call("prepare", updates=[str(path)], version="1", **how)
+        wait_until(lambda: call("poll", ticket=1))
+        shutil.copy(file_of(folders[1]), path)
+        call("use", **how)
+        assert results(llm) == expected[0]
+        llm.weights.update(path)
+        for _ in range(2):
+            assert results(llm) == expected[1]

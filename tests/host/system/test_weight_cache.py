@@ -307,6 +307,7 @@ def test_nothing_is_kept_where_it_is_off_or_has_no_fingerprint(start, tmp_path, 
         {"weight_cache": {"path": "off"}},
         {"load": {"use": "dummy"}},
         {"ops": {"use": "torch"}},
+        {"load": {"updates": [str(folder)]}},
     ):
         assert start(**more)[1] == []
     assert not (tmp_path / "cache").exists()

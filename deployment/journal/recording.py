@@ -165,7 +165,7 @@ class RecordedCore(EngineCore):
         self._num_events = 0
         self._arrivals: dict[str, Arrival] = {}  # of live requests, where keyframes have them
         self._changed: list[Event] = []  # the calls of the last live change
-        self._changing: list[Event] = []
+        self._changing: list[Event] = []  # those of the one under way
         self._plain_step, self.step = self.step, self._recorded_step
 
     @property
@@ -323,19 +323,23 @@ class RecordedCore(EngineCore):
         frames = self._encoded(list(arguments), method)
         with self._recorded(Event("call", method=method, arguments=frames)) as event:
             result = run()
+            returned = what_returned(method, arguments, result)
             if event is not None:
-                event.returned = what_returned(method, arguments, result)
-        if method == "live_change":
-            self._note_change(arguments[0], Event("call", method=method, arguments=frames))
+                event.returned = returned
+            if method == "live_change":  # before the event is written, which a keyframe may follow
+                call = Event("call", method=method, arguments=frames, returned=returned)
+                self._note_change(arguments[0], call)
         return result
 
     def _note_change(self, action: Action, call: Event) -> None:
         """Keep the calls of a hot reconfiguration for keyframes: it replaces earlier ones."""
-        if action in ("prepare", "undo"):
+        if action == "prepare":
             self._changing = []
         self._changing.append(call)
         if action == "keep":
             self._changed = self._changing
+        if action in ("keep", "undo"):
+            self._changing = []
 
     def _keyframe(self) -> Keyframe:
         now = self._scheduler.context.clock()
@@ -348,7 +352,7 @@ class RecordedCore(EngineCore):
             for request in self._scheduler.live_requests()
             if request.request_id in self._arrivals
         ]
-        return Keyframe(self._num_events, live, self._changed)
+        return Keyframe(self._num_events, live, [*self._changed, *self._changing])
 
     def close(self) -> None:
         """Release all; write the end of the journal."""

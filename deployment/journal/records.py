@@ -298,7 +298,7 @@ class Keyframe(msgspec.Struct, frozen=True, array_like=True, tag="keyframe"):
     Attributes:
         event: number of events before it.
         live: in the order of arrival.
-        changes: the last control call of each kind that has set something.
+        changes: the control calls of the last hot reconfiguration, and of the one under way.
     """
 
     event: int

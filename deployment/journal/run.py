@@ -344,7 +344,7 @@ class Run:
     def _control(self, event: Event) -> None:
         """Make a control call. If a poll ended in the recording, wait for its end here, too.
 
-        Polls of a keyframe do not have what they returned; the last of them had ended.
+        Polls of keyframes in older journals do not have what they returned; the last had ended.
 
         Raises:
             HardpointError: it is not done here after some minutes.

@@ -10,10 +10,11 @@ from support.journal.files import of_other_torch, records_of, with_header, write
 from support.journal.schedules import open_recorded
 from support.plugins.returning import Raising
 
-from hardpoint import SamplingParams
+from hardpoint import LLM, SamplingParams
 from hardpoint.errors import EngineDeadError
-from hardpoint.journal.records import Keyframe
+from hardpoint.journal.records import Event, Keyframe
 from hardpoint.journal.replay import replay
+from hardpoint.journal.writer import RingWriter
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.plugins.requests import ResumedOutputs
 from hardpoint.testing import scripted_config, write_scripted_model
@@ -89,6 +90,30 @@ def test_a_fault_that_does_not_come_again_is_a_difference(faulty, monkeypatch):
     assert difference.event == len(records_of(faulty)) - 3
     assert difference.recorded.endswith("RuntimeError: no step today")
     assert difference.own == "none"
+
+
+def test_a_replay_can_begin_at_each_keyframe_of_a_change(scripted, tmp_path, monkeypatch):
+    monkeypatch.setattr(RingWriter, "is_due", True)  # a keyframe after each event
+    path = tmp_path / "journal"
+    tables = {"engine": {"journal": str(path), "journal_ring": True}}
+    params = SamplingParams(temperature=0.0, max_tokens=4, plugin_args={"bias": {"by": 3.0}})
+    with LLM(config=scripted_config(scripted, tables)) as llm:
+        llm.plugins.set_policy("fair")
+        llm.plugins.change(enable=["support.broken.processors:Bias"])
+        llm.generate([[7] * 9], params)
+    calls = [
+        place
+        for place, record in enumerate(records_of(path))
+        if isinstance(record, Event) and record.method == "live_change"
+    ]
+    assert len(calls) >= 8
+    for place in calls:
+        header, *records = records_of(path)
+        assert isinstance(records[place], Keyframe)
+        write_records(tmp_path / "part", [header, *records[place:]])
+        report = replay(tmp_path / "part")
+        assert (report.difference, report.notes) == (None, [AT_KEYFRAME])
+        assert report.tokens == 4
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,10 @@ from hardpoint.builtin_plugins.server.operations.ignored_fields import (
     IgnoredFields,
     is_near_miss,
 )
-from hardpoint.builtin_plugins.server.routes.request_limits import (
-    too_many,
-    too_many_items,
-    too_many_prompts,
-)
 from hardpoint.plugins import RequestError
 from hardpoint.typed import convert, join_path
+
+from .limit_errors import too_many, too_many_items, too_many_prompts
 
 T = TypeVar("T")
 

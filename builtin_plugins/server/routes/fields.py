@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from hardpoint.builtin_plugins.server.config import ServerLimits
 from hardpoint.builtin_plugins.server.field_names import is_of_request, own_names, with_own_path
+from hardpoint.builtin_plugins.server.requests.limit_errors import too_many
 from hardpoint.plugins import (
     RepetitionDetection,
     RequestError,
@@ -25,7 +26,7 @@ from hardpoint.toolkit.trace import asking_for_trace
 from hardpoint.typed import Strict, shown
 
 from .compatibility_fields import CompatibilityFields, thinking_variables
-from .request_limits import check_limits, too_many
+from .request_limits import check_limits
 from .response_formats import ResponseFormat, structured_fields
 
 _ANY_CASE = "it is for the provider's own platform"

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.builtin_plugins.server.config import ServerLimits
+from hardpoint.builtin_plugins.server.requests.limit_errors import too_many
 from hardpoint.plugins import RequestError
 
 from .response_formats import JsonSchemaResponseFormat
@@ -87,28 +88,3 @@ def _amounts(body: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
         ("input", limits.messages, size("input")),
         ("tools", limits.tools, size("tools")),
     ]
-
-
-def too_many(name: str, limit: int, amount: int) -> RequestError:
-    """Return the error for an amount over a limit."""
-    return RequestError(f"{name}: expected at most {limit} on this server, got {amount}")
-
-
-def too_many_prompts(name: str, limit: int, amount: int) -> RequestError:
-    """Return the error for the number of prompts of a request."""
-    return RequestError(f"{name}: expected at most {limit} prompts, got {amount}")
-
-
-def too_many_items(
-    name: str, limit: int, amount: int, *, before_answer: bool = False
-) -> RequestError:
-    """Return the error for the number of items of a conversation.
-
-    Args:
-        before_answer: whether the items leave no room for an answer.
-    """
-    more = " before the answer" if before_answer else ""
-    return RequestError(
-        f"{name}: expected a conversation of at most {limit} items on this server, got "
-        f"{amount}{more}"
-    )

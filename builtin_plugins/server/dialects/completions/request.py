@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.builtin_plugins.server.config import ServerLimits
+from hardpoint.builtin_plugins.server.requests.limit_errors import too_many_prompts
 from hardpoint.builtin_plugins.server.routes.fields import (
     NO_TEMPLATE,
     TEXT_REFUSED,
     TextFields,
 )
-from hardpoint.builtin_plugins.server.routes.request_limits import too_many_prompts
 from hardpoint.plugins import RequestError
 
 from .embedded_prompts import RawTensor, decoded

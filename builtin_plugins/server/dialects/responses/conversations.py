@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.access.counts import held
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.requests.limit_errors import too_many_items
 from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.answers import new_id
-from hardpoint.builtin_plugins.server.routes.request_limits import too_many_items
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, Route

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.dialects.dialect import Dialect, ParsedRequest
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.requests.limit_errors import too_many_items
 from hardpoint.builtin_plugins.server.routes.answers import answer_ids
 from hardpoint.builtin_plugins.server.routes.fields import (
     Renaming,
@@ -21,7 +22,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.images import check_images, with_owner
-from hardpoint.builtin_plugins.server.routes.request_limits import check_limits, too_many_items
+from hardpoint.builtin_plugins.server.routes.request_limits import check_limits
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Call, Client, Route

@@ -99,7 +99,6 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.models.qwen3_5": "models of entry points; as GLM-4",
     "hardpoint.builtin_plugins.models.heads.eagle3": "a model of an entry point, as MTP layers",
     "hardpoint.testing.hidden_states.head_cache": "a KV cache; the suite of speculators is large",
-    "hardpoint.builtin_plugins.step_parts.adapters.leases": "an algorithm with tests of its own",
     "hardpoint.builtin_plugins.server.operations.on_ray": "checks that only `--on ray` needs",
     "hardpoint.ray_serve.autoscaling": "a policy of Serve, with tests of its own",
     "hardpoint.ray_serve.options": "a table of options, with tests of its own",

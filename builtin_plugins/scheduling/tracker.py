@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
+
+import msgspec
 
 from hardpoint.plugins import (
     EngineCoreEventType,
@@ -17,13 +19,15 @@ from hardpoint.plugins import (
     SchedulerContext,
     SchedulingPolicy,
 )
-from hardpoint.plugins.requests.stats import PrefixCacheStats
 
 from .live_request import SchedulerRequest
 from .waiting_queue import WaitingQueue
 
 OutputsByClient = defaultdict[int, list[EngineCoreOutput]]
 """Outputs of requests, by the index of the client that sent them."""
+
+_LOOKUPS = ("requests", "queried_tokens", "hit_tokens")
+"""Figures of the cache about lookups."""
 
 LOAD, SAVE = "load", "save"
 """Transfers of the blocks of a request."""
@@ -72,7 +76,7 @@ class RequestTracker:
         self.leaders: dict[str, SchedulerRequest] = {}
         self.num_rows = 0  # of workers: running requests and their members
         self.num_preemptions = 0
-        self._uncounted = PrefixCacheStats()  # lookups that admitted nothing
+        self._uncounted: Counter[str] = Counter()  # lookups that admitted nothing, by figure
         self._deadlines: list[tuple[float, int, str]] = []
         self._num_prompt_tokens = 0  # of all live requests
         longest = self.blocks_needed(self.limits.max_model_len)
@@ -297,21 +301,17 @@ class RequestTracker:
         )
         return self._num_prompt_tokens - ready
 
-    def discount(self, before: PrefixCacheStats) -> None:
-        """Leave the lookups since these statistics of the cache out of `cache_stats`."""
-        after, uncounted = self.cache.stats(), self._uncounted
-        uncounted.requests += after.requests - before.requests
-        uncounted.queried_tokens += after.queried_tokens - before.queried_tokens
-        uncounted.hit_tokens += after.hit_tokens - before.hit_tokens
+    def discount(self, before: Any) -> None:
+        """Leave the lookups since `before`, statistics of the cache, out of `cache_stats`."""
+        after = self.cache.stats()
+        for name in _LOOKUPS:
+            self._uncounted[name] += getattr(after, name) - getattr(before, name)
 
-    def cache_stats(self) -> PrefixCacheStats:
-        """Return the prefix cache totals of admitted requests."""
-        stats, uncounted = self.cache.stats(), self._uncounted
-        return PrefixCacheStats(
-            stats.requests - uncounted.requests,
-            stats.queried_tokens - uncounted.queried_tokens,
-            stats.hit_tokens - uncounted.hit_tokens,
-        )
+    def cache_stats(self) -> Any:
+        """Return the statistics of the cache, with lookups of admitted requests alone."""
+        stats = self.cache.stats()
+        counts = {name: getattr(stats, name) - self._uncounted[name] for name in _LOOKUPS}
+        return msgspec.structs.replace(stats, **counts)
 
     def load(self, now: float, token_budget: int) -> Load:
         """Return the engine's load, as policies see it."""

@@ -34,9 +34,8 @@ from hardpoint.plugins.step_part import (
     WorkerSetup,
 )
 
-from .groups import GroupAdapters
 from .identity import LinkedFolders, content_hash, read_files
-from .leases import Leases
+from .leases import GroupAdapters, Leases
 from .messages import AdapterSlot, StepAdapters, requested_lora
 from .readings import Readings
 

@@ -225,11 +225,6 @@ class Link:
         self._io.start(ready)
         self._thread.start()
 
-    @property
-    def num_live(self) -> int:
-        """The number of its requests at the engines."""
-        return len(self._live)
-
     def put(self, outputs: EngineCoreOutputs) -> None:
         """Send outputs to the client."""
         for output in outputs.outputs:

@@ -167,4 +167,3 @@ def test_an_aborted_request_leaves_nothing_with_the_owner(monkeypatch):
     link.close()
     assert ended == [(0, ["a", "b"])]
     assert [name.rpartition(SEPARATOR)[2] for name in aborted[0]] == ["a", "b"]
-    assert not link.num_live

@@ -8,10 +8,12 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from hardpoint.plugins import HardpointError
 
@@ -21,12 +23,15 @@ SOCKET_NAMES = ("input", "output")
 """Names of the sockets in their folder."""
 
 CUT_S = 0.05
-"""Seconds from the death of a peer to the close of the socket to it.
+"""Seconds from the break of a connection to the close of its socket.
 
 If a socket with many unsent messages is closed in the instant in which its connection breaks,
 libzmq 4.3.5 may wait for ever for an answer of its own threads: one of 100 such closes did; none of
-3900 after this time.
+3900 after this time. A break is reported before those threads have handled it.
 """
+
+BREAK_TIMEOUT_S = 1.0
+"""How long the break of a connection to a dead peer is awaited; a peer may fail and go on."""
 
 _END_S = 5.0
 
@@ -83,6 +88,32 @@ def end_context(
             os.getpid(),
         )
     return not ending.is_alive()
+
+
+class ConnectionCount:
+    """Number of connections to a socket that is bound, by the reports of libzmq."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._count = 0
+
+    def wait_until_none(self, timeout_s: float) -> bool:
+        """Wait until all connections are broken; return whether they are."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            while self._monitor.poll(0):
+                event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+                self._count += 1 if event == zmq.EVENT_ACCEPTED else -1
+            remaining_s = deadline - time.monotonic()
+            if self._count <= 0 or remaining_s <= 0:
+                return self._count <= 0
+            self._monitor.poll(remaining_s * 1000)
+
+    def close(self) -> None:
+        """End the reports, before their socket is closed: libzmq blocks if they are not read."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
 
 
 class _UnfitError(Exception):

@@ -40,8 +40,10 @@ from hardpoint.process.protocol import (
 from hardpoint.process.send_buffers import to_frames
 from hardpoint.process.utility_calls import result_type
 from hardpoint.process.zmq_resources import (
+    BREAK_TIMEOUT_S,
     CUT_S,
     SOCKET_NAMES,
+    ConnectionCount,
     end_context,
     make_socket_folder,
 )
@@ -129,6 +131,7 @@ class EngineSockets:
             self._input = self._context.socket(zmq.ROUTER)
             self._input.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._input.setsockopt(zmq.SNDHWM, _SEND_HWM)
+            self._connections = ConnectionCount(self._input)
             self._output = self._context.socket(zmq.PULL)
             addresses = [
                 self._bind(bound, name)
@@ -296,8 +299,11 @@ class EngineSockets:
             self._wake_reader(_STOP)
             self._reader.join()
         self._check_process, self._failure = _no_check, None
-        time.sleep(CUT_S if is_dead else 0.0)
+        if is_dead:
+            self._connections.wait_until_none(BREAK_TIMEOUT_S)
+            time.sleep(CUT_S)
         with self._send_lock:
+            self._connections.close()
             self._input.close(0)
         with self._lock:
             self._wake_sender.close(0)

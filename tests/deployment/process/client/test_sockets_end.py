@@ -36,7 +36,7 @@ def connected() -> tuple[EngineSockets, Engine]:
 def test_a_socket_is_not_closed_while_another_thread_sends_on_it(monkeypatch):
     """A sender wakes up the reader in the instant in which the client closes."""
     flushing, stopped, in_send, release = (threading.Event() for _ in range(4))
-    closed_in_send: list[int] = []
+    closed_in_send: list[zmq.Socket] = []
     wake = vars(EngineSockets)["_wake_reader"]
     send, close = zmq.Socket.send, zmq.Socket.close
 
@@ -58,7 +58,7 @@ def test_a_socket_is_not_closed_while_another_thread_sends_on_it(monkeypatch):
         if threading.current_thread().name == READER_THREAD:
             assert in_send.wait(PATIENCE_S)
         elif in_send.is_set() and not release.is_set():
-            closed_in_send.append(self.type)
+            closed_in_send.append(self)
         close(self, linger)
 
     sockets, engine = connected()
@@ -73,7 +73,7 @@ def test_a_socket_is_not_closed_while_another_thread_sends_on_it(monkeypatch):
         assert flushing.wait(PATIENCE_S)  # before anybody closes
     assert in_send.wait(PATIENCE_S)
     time.sleep(0.2)
-    assert zmq.PAIR not in closed_in_send
+    assert vars(sockets)["_wake_sender"] not in closed_in_send
     release.set()
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -110,18 +110,47 @@ def test_a_context_with_a_socket_that_is_open_is_left(caplog):
     assert not caplog.text
 
 
-def test_a_dead_engine_has_time_to_be_cut(monkeypatch):
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_the_connection_of_a_dead_engine_is_broken_before_its_socket_is_closed(
+    monkeypatch, is_dead
+):
     """See CUT_S; an engine that is closed in order has no need of it."""
     slept: list[float] = []
     clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
     monkeypatch.setattr(engine_sockets, "time", clock)
-    for error, expected in ((None, 0.0), (EngineDeadError("it has died"), CUT_S)):
-        sockets, engine = connected()
-        if error is not None:
-            sockets.fail(error)
-        sockets.close()
-        engine.close()
-        assert slept[-1] == expected
+    sockets, engine = connected()
+    if is_dead:
+        sockets.fail(EngineDeadError("it has died"))
+    closing = threading.Thread(target=sockets.close)
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive() == is_dead
+    assert not slept
+    engine.close()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert slept == [CUT_S] * is_dead
+
+
+def test_an_engine_that_failed_and_goes_on_delays_the_end_by_a_second_at_most(monkeypatch):
+    monkeypatch.setattr(engine_sockets, "BREAK_TIMEOUT_S", 0.1)
+    sockets, engine = connected()
+    sockets.fail(EngineDeadError("it sent a wrong message"))
+    sockets.close()
+    engine.close()
+
+
+def test_connections_are_counted_over_several_ends():
+    sockets, first = connected()
+    second = Engine(sockets, b"another")
+    second.ready()
+    connections = vars(sockets)["_connections"]
+    first.close()
+    assert not connections.wait_until_none(0.1)
+    second.close()
+    assert connections.wait_until_none(PATIENCE_S)
+    assert connections.wait_until_none(0)
+    sockets.close()
 
 
 @pytest.mark.nightly

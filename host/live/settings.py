@@ -389,14 +389,10 @@ def _names(item: Any, entry: PluginEntry, installed: Sequence[InstalledPlugin]) 
 def _enables(item: Any, name: str, installed: Sequence[InstalledPlugin]) -> bool:
     """Return whether an item would enable a component that is disabled by a name."""
     use, own_name = _use_of(item)
-    plugins = [f for f in installed if use in _references(f)]
+    plugins = [f for f in installed if use in f.references]
     if own_name is not None:
         plugins = [plugin for plugin in plugins if plugin.name == own_name]
-    return any(name in _references(plugin) for plugin in plugins)
-
-
-def _references(plugin: InstalledPlugin) -> tuple[str, str, str]:
-    return plugin.name, f"{plugin.kind}/{plugin.name}", plugin.value
+    return any(name in plugin.references for plugin in plugins)
 
 
 def _use_of(item: Any) -> tuple[str, str | None]:

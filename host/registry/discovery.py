@@ -74,6 +74,11 @@ class InstalledPlugin:
         return self.kind in KINDS
 
     @property
+    def references(self) -> tuple[str, str, str]:
+        """The texts that select it in a configuration."""
+        return self.name, f"{self.kind}/{self.name}", self.value
+
+    @property
     def label(self) -> str:
         """Name, distribution and value, for messages."""
         offered_by = self.source("default")

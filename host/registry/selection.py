@@ -468,10 +468,7 @@ class Selection:
 
     def _candidates(self, reference: str, kind: PluginKind | None) -> list[InstalledPlugin]:
         return [
-            f
-            for f in self._found
-            if reference in (f.name, f"{f.kind}/{f.name}", f.value)  # hooks: a module's name
-            and kind in (None, KINDS[f.kind])
+            f for f in self._found if reference in f.references and kind in (None, KINDS[f.kind])
         ]
 
     def _chosen(self, plugin: InstalledPlugin, path: str) -> SelectedPlugin:

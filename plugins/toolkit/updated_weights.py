@@ -16,6 +16,7 @@ from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
 
 from .cut_weights import cut_weights
+from .kv_blocks.file_hashes import file_state
 
 if TYPE_CHECKING:
     import torch
@@ -229,11 +230,9 @@ def tensor_files(path: str) -> dict[Path, list[str]]:
 
 def _state_of(file: Path) -> str:
     try:
-        status = file.stat()
+        return file_state(file, file.stat())
     except OSError:
         return f"{file} is missing"
-    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
-    return f"{file} {status.st_size} {times} {status.st_dev}:{status.st_ino}"
 
 
 @contextlib.contextmanager

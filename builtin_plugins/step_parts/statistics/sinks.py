@@ -110,8 +110,8 @@ class Sinks:
 
         return PreparedPartChange(
             switch=switch,
-            close_old=lambda: _close(gone),
-            close_new=lambda: _close(built.values()),
+            close_old=lambda: _close_all(gone),
+            close_new=lambda: _close_all(built.values()),
         )
 
 
@@ -175,12 +175,8 @@ def call_all(sinks: Iterable[StatSink], method: str, *args: Any) -> list[Any]:
     return results
 
 
-def _close(sinks: Iterable[StatSink]) -> None:
-    call_all(sinks, "close")
-
-
-def _close_all(sinks: Iterable[StatSink], owner: int) -> None:
-    if os.getpid() == owner:
+def _close_all(sinks: Iterable[StatSink], owner: int | None = None) -> None:
+    if owner in (None, os.getpid()):
         call_all(sinks, "close")
 
 

@@ -19,7 +19,7 @@ import msgspec
 from hardpoint.errors import HardpointError
 from hardpoint.plugins.config_tables import WeightCacheConfig
 
-__all__ = ["cache_folder", "hash_file"]
+__all__ = ["cache_folder", "file_state", "hash_file"]
 
 _log = logging.getLogger("hardpoint")
 
@@ -59,7 +59,7 @@ def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = No
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        before = _state(path, os.fstat(file.fileno()))
+        before = file_state(path, os.fstat(file.fileno()))
         hashes = {} if folder is None else _read(folder)
         if (known := hashes.get(before)) is not None:
             return known
@@ -69,7 +69,7 @@ def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = No
                 raise HardpointError(f"{path}: its hash is not needed any more")
             digest.update(chunk)
         status = os.fstat(file.fileno())
-        after = _state(path, status)
+        after = file_state(path, status)
     # A file that has just changed may change again without another time of change.
     is_settled = time.time() - max(status.st_mtime, status.st_ctime) > _RECENT_S
     if folder is not None and before == after and is_settled:
@@ -77,7 +77,8 @@ def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = No
     return digest.hexdigest()
 
 
-def _state(path: Path, status: os.stat_result) -> str:
+def file_state(path: Path, status: os.stat_result) -> str:
+    """Return a text that differs whenever the file has changed."""
     # The time of change is the system's own; the time of modification can be set to any value.
     times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
     return f"{path.resolve()} {status.st_size} {times} {status.st_dev}:{status.st_ino}"

@@ -126,7 +126,7 @@ def test_a_file_that_has_just_changed_is_not_kept(tmp_path, weights, reads):
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(folder, weights, monkeypatch):
     states = iter(range(10))
-    monkeypatch.setattr(file_hashes, "_state", lambda path, status: str(next(states)))
+    monkeypatch.setattr(file_hashes, "file_state", lambda path, status: str(next(states)))
     hash_file(weights, folder)
     assert not folder.exists()
 

@@ -108,7 +108,7 @@ class ConnectionCount:
             remaining_s = deadline - time.monotonic()
             if self._count <= 0 or remaining_s <= 0:
                 return self._count <= 0
-            self._monitor.poll(remaining_s * 1000)
+            self._monitor.poll(int(remaining_s * 1000) + 1)
 
     def close(self) -> None:
         """End the reports, before their socket is closed: libzmq blocks if they are not read."""

@@ -370,9 +370,9 @@ class StoresWorker(KVConnectorWorker):
         return tier.fetch(transfer.peer, key, buffer.views, seconds)
 
     def _buffer(self) -> Buffer:
-        """Return this thread's buffer."""
+        """Return this thread's buffer; a new one while a nearer store may still read the old."""
         buffer: Buffer | None = getattr(self._local, "buffer", None)
-        if buffer is None:
+        if buffer is None or self._tiers.late_use(buffer.views) is not None:
             buffer = self._local.buffer = Buffer(self._sizes, pin_memory=self._pins)
         return buffer
 

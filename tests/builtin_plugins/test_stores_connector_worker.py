@@ -275,6 +275,25 @@ def test_what_a_late_future_reads_is_not_overwritten():
         assert rank.kept == 1
 
 
+@pytest.mark.usefixtures("only_futures_are_late")
+def test_what_a_late_future_copies_to_a_nearer_store_is_not_overwritten():
+    with opened("near", "far", timeout_seconds=0.02, threads=1) as rank:
+        near, buffers, future = rank.store, [], Future()
+        near.instead["store"] = lambda *_: False
+        rank.until_saved(Save(hashes(0, 1), [3, 4]), stores=2)
+
+        def store(_key, buffer):
+            buffers.append((buffer, bytes(buffer.whole)))
+            return future
+
+        near.instead["store"] = store
+        for number, block in enumerate((10, 11)):
+            assert rank.until_loaded(BlockLoad(f"{number}", hashes(number), [block])) == set()
+            assert [bytes(buffer.whole) for buffer, _ in buffers] == [b for _, b in buffers]
+        assert len(buffers) == 2
+        future.set_result(True)
+
+
 # Saves that fail
 
 

@@ -53,6 +53,6 @@ def permitted_path(requested: str, folders: Sequence[str]) -> Path | None:
     try:
         real = path.resolve()
         roots = [Path(folder).expanduser().resolve() for folder in folders]
-    except (OSError, RuntimeError):  # links in a circle
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or half of a surrogate pair
         return None
     return real if any(real.is_relative_to(root) for root in roots) else None

@@ -49,8 +49,13 @@ class ServedModel:
             RequestError: the URL is malformed, or there is no such model.
             HardpointError: the server cannot be reached, or refuses.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+            _ = parts.port
+        except ValueError:
+            is_valid = False
+        if not is_valid:
             raise RequestError(f"--url: expected http://HOST:PORT or https://..., got {url!r}")
         self._parts, self._url, self._fields = parts, url, fields
         path = parts.path.rstrip("/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import os
 import stat
 import sys
@@ -137,10 +138,7 @@ class ImageReader:
         if scheme == "data:":
             return self._data(url, place)
         if scheme == "file:":
-            parts = urlsplit(url)
-            if parts.netloc not in ("", "localhost"):
-                raise RequestError(f"{place}: expected a file: URL without a host")
-            return self._of_file(unquote(parts.path), place)
+            return self._of_file(_file_path(url, place), place)
         return self._fetcher.fetch(url, place)
 
     def _data(self, url: str, place: str) -> bytes:
@@ -170,7 +168,9 @@ class ImageReader:
             ) from None
 
     def _of_path(self, name: str, place: str) -> bytes:
-        return self._of_file(str(Path.cwd() / os.path.expanduser(name)), place)
+        with contextlib.suppress(ValueError):  # a name of a user that no path can have
+            name = os.path.expanduser(name)
+        return self._of_file(str(Path.cwd() / name), place)
 
     def _of_file(self, name: str, place: str) -> bytes:
         """Return a file of a permitted folder; links are followed before that is checked."""
@@ -228,6 +228,18 @@ class ImageReader:
             )
         check_size(image.width, image.height, self._limits, place)
         return image
+
+
+def _file_path(url: str, place: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise RequestError(
+            f"{place}: expected a file: URL such as file:///folder/image.png, got {shown(url[:40])}"
+        ) from None
+    if parts.netloc not in ("", "localhost"):
+        raise RequestError(f"{place}: expected a file: URL without a host")
+    return unquote(parts.path)
 
 
 def _owner(source: Any) -> str:

@@ -44,8 +44,9 @@ def test_errors(chat, server, capsys):
         f"model: expected a model of {server.url} (scripted, other), got 'nothing'"
         in capsys.readouterr().err
     )
-    assert chat("hi\n", url="localhost:8000") == 2
-    assert "--url: expected http://HOST:PORT or https://..." in capsys.readouterr().err
+    for url in ("localhost:8000", "http://[x", "http://x:abc"):
+        assert chat("hi\n", url=url) == 2
+        assert "--url: expected http://HOST:PORT or https://..." in capsys.readouterr().err
     assert chat("hi\n", url="http://127.0.0.1:1") == 2
     assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
     assert chat("hi\n", "--plugin-args", "nowhere.x=1") == 1

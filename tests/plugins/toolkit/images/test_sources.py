@@ -91,6 +91,8 @@ def test_forms_of_one_image_are_the_same(reader, source):
         ("data:;base64," + "A" * 200_000, "at most 100000 bytes (images.max_bytes), got about"),
         ("https://example.com/a.png", "(images.remote.enabled)"),
         ("ftp://example.com/a.png", "(images.remote.enabled)"),
+        ("file://[x", "expected a file: URL such as file:///folder/image.png, got 'file://[x'"),
+        ("file://\u2100/a.png", "expected a file: URL such as"),
         (None, "expected a data: URL, bytes of an encoded image"),
         (7, "got int"),
         (["x"], "got list"),
@@ -127,7 +129,9 @@ def test_paths_lead_into_permitted_folders(reader, folder, monkeypatch):
 
 
 NOWHERE = ["link.png", "way/secret.png", "round", "../outside/secret.png", "inner/../../x", "\0"]
+NOWHERE += ["\ud800"]
 ELSEWHERE = ["/etc/passwd", "/proc/self/environ", "~/x.png", "../x.png", "file:///etc/passwd"]
+ELSEWHERE += ["~x\0/y", "~\ud800/y"]
 
 
 @pytest.mark.parametrize("name", [*NOWHERE, *ELSEWHERE])

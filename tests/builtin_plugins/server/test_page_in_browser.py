@@ -688,6 +688,20 @@ def rests(page, figures):
     assert figures.polls == polls
 
 
+def test_the_live_view_asks_for_a_key_again_and_again(browser):
+    with running_live_view("k") as (server, _), new_page(browser, server.url + "/") as page:
+        for _ in range(3):
+            page.wait_for("document.querySelector('#key-dialog').open")
+            page.press("Escape")
+            page.wait_for("document.querySelector('#problem button')?.disabled === false")
+            page.click("#problem button")
+        page.wait_for("document.querySelector('#key-dialog').open")
+        page.type("k")
+        page.press("Enter", "\r")
+        page.wait_for("document.querySelectorAll('#requests tr').length === 4")
+        assert page.text("#problem") == ""
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_everybody_can_use_the_live_view(browser, dark):
     with running_live_view("k") as (server, _), new_page(browser, dark=dark, width=320) as page:

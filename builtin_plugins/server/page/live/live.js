@@ -52,9 +52,10 @@ function showProblem(error) {
   const problem = element("p", { class: "problem" }, error.message);
   byId("problem").replaceChildren(problem);
   if (error.status === 401) {
-    const again = button("Enter a key", () => {
+    const again = button("Enter a key", async () => {
       again.disabled = true;
-      poll();
+      await poll();
+      again.disabled = false;
     }, { class: "primary" });
     byId("problem").append(again);
   }

@@ -334,6 +334,61 @@ def test_a_reload_keeps_the_conversation_and_it_can_be_exported(page, server):
     assert page.evaluate("document.querySelectorAll('.message').length") == 0
 
 
+def test_after_a_reload_only_the_last_entry_asks_for_results(page, server):
+    server.engine.calls = (("c1", "weather", '{"city":"Oslo"}'),)
+    for count in (1, 2):
+        ask(page)
+        answered(page, count)
+    forms = (
+        "[...document.querySelectorAll('.answer')]"
+        ".map((n) => n.querySelectorAll('.send-results').length)"
+    )
+    reload(page)
+    assert page.evaluate(forms) == [0, 1]
+    server.engine.calls = ()
+    page.click(".send-results")
+    answered(page, 3)
+    roles = [message["role"] for message in server.engine.asked[-1][0]]
+    assert roles == ["user", "assistant", "user", "assistant", "tool"]
+    ask(page)
+    answered(page, 4)
+    reload(page)
+    assert page.evaluate(forms) == [0] * 4
+
+
+LATE_CALL = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": "{}"}}
+HELD_FETCH = """
+(() => {
+  const {fetch} = window;
+  const chunk = {choices: [{index: 0, delta: {tool_calls: [CALL]}}]};
+  window.fetch = async (_, {signal}) => {
+    window.fetch = fetch;
+    return new Response(new ReadableStream({
+      start(stream) {
+        stream.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(chunk)}\\n\\n`));
+        signal.addEventListener("abort", () => stream.error(signal.reason));
+      },
+    }));
+  };
+})()
+"""
+
+
+def test_an_answer_that_ends_late_asks_for_no_results(page):
+    """The next message is sent before the stopped request has ended."""
+    page.evaluate(HELD_FETCH.replace("CALL", json.dumps(LATE_CALL)))
+    ask(page)
+    page.wait_for("document.querySelector('.call')")
+    page.evaluate(
+        "document.querySelector('#message').value = 'Never mind';"
+        "document.querySelector('#stop').click();"
+        "document.querySelector('#send').click()"
+    )
+    answered(page, 2)
+    assert "You stopped it." in page.text(".answer")
+    assert page.evaluate("document.querySelectorAll('.send-results').length") == 0
+
+
 def reload(page):
     page.evaluate("window.isOld = true")
     page.call("Page.reload")

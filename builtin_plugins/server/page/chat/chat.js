@@ -26,7 +26,9 @@ let entries = [];
 let stopping = null;
 let openResults = null;
 
+/** Add an entry; the one before it asks for results of tools no more. */
 function addEntry(node, messages) {
+  settleResults();
   entries.push({ node, messages });
   list.append(node);
   markLast();
@@ -60,7 +62,6 @@ function lastUserIndex() {
 }
 
 function say(content) {
-  settleResults();
   addUser(content);
   answerNow();
 }
@@ -92,7 +93,6 @@ function restore() {
     if (role === "user") {
       addUser(content);
     } else if (role === "tool") {
-      settleResults();
       const names = messages.map((message, i) => ({ name: calls[i] ?? "a tool", content: message.content }));
       addEntry(resultMessage(names), messages);
     } else {
@@ -195,10 +195,10 @@ function finishView(view, answer, error) {
 
 function askResults(answer, view) {
   const calls = answer.message().tool_calls ?? [];
+  if (entries.at(-1).node !== view.node) return; // It was stopped, and the next message sent.
   if (calls.length === 0 || calls.length !== answer.calls.length) return;
   openResults = view;
   view.askResults(calls, (texts) => {
-    openResults = null;
     const results = calls.map((call, i) => ({ name: call.function.name, content: texts[i] }));
     const messages = calls.map((call, i) => {
       return { role: "tool", tool_call_id: call.id ?? `call-${i}`, content: texts[i] };

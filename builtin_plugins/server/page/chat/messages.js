@@ -214,10 +214,9 @@ export class AnswerView {
       this.#shownCalls[index].box.append(element("div", { class: "result" }, label, field));
       return field;
     });
-    const submit = button("Send results", () => {
-      this.settleResults();
-      onResults(fields.map((field) => field.value));
-    }, { class: "primary send-results" });
+    const submit = button("Send results", () => onResults(fields.map((field) => field.value)), {
+      class: "primary send-results",
+    });
     this.#calls.append(submit);
   }
 

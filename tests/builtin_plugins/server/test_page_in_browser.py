@@ -389,6 +389,20 @@ def test_an_answer_that_ends_late_asks_for_no_results(page):
     assert page.evaluate("document.querySelectorAll('.send-results').length") == 0
 
 
+def test_an_export_with_a_wrong_setting_shows_where_it_is(page):
+    ask(page)
+    answered(page)
+    page.click("#settings-button")
+    fill(page, "strength", "2")
+    page.click("#export-chat")
+    page.wait_for("document.activeElement.name === 'strength'")
+    assert page.evaluate("document.activeElement.ariaInvalid") == "true"
+    assert "strength is 2. Expected: 0 to 1." in page.evaluate(
+        "document.querySelector('#announcements').textContent"
+    )
+    assert page.problems() == []
+
+
 def reload(page):
     page.evaluate("window.isOld = true")
     page.call("Page.reload")

@@ -113,6 +113,21 @@ function exported() {
   return JSON.stringify({ model, sampling, messages }, null, 2);
 }
 
+function exportChat() {
+  try {
+    download("conversation.json", exported());
+  } catch (error) {
+    if (!(error instanceof FieldError)) throw error;
+    showWrong(error);
+  }
+}
+
+/** Show the field that is wrong. */
+function showWrong(error) {
+  announcer.say(error.message);
+  settings.showWrong(error.input);
+}
+
 function retry() {
   if (stopping !== null) return;
   // The last answer goes; what came before it stays, results of tools too.
@@ -147,8 +162,7 @@ async function answerNow() {
     if (!(error instanceof FieldError)) throw error;
     finishView(view, answer, error.message);
     addEntry(view.node, messages);
-    announcer.say(error.message);
-    settings.showWrong(error.input);
+    showWrong(error);
     return;
   }
   addEntry(view.node, messages);
@@ -269,7 +283,7 @@ for (const text of EXAMPLES) {
     if (stopping === null) say(text);
   })));
 }
-byId("export-chat").addEventListener("click", () => download("conversation.json", exported()));
+byId("export-chat").addEventListener("click", exportChat);
 byId("system-prompt").addEventListener("change", markLast);
 byId("stop").addEventListener("click", stop);
 byId("new-chat").addEventListener("click", () => {

@@ -178,12 +178,12 @@ class _Chat:
             print(self._conversation.system or "no system message", file=sys.stderr)
 
     def save(self, path: str, *, replace: bool = False) -> None:
-        file = Path(path).expanduser()
+        file = _expanded(path)
         self._conversation.save(file, self.model, self._params, replace=replace)
         notice(f"Saved to {file}.")
 
     def load(self, path: str) -> None:
-        self._conversation.begin(read_messages(Path(path).expanduser()))
+        self._conversation.begin(read_messages(_expanded(path)))
         notice(f"{len(self._conversation.messages)} messages.")
 
     def switch_model(self, name: str) -> None:
@@ -229,6 +229,14 @@ _COMMANDS = {
     "/exit": _ChatCommand("", "leave, as Ctrl-D does", _Chat.leave),
     "/quit": _ChatCommand("", "", _Chat.leave),
 }
+
+
+def _expanded(path: str) -> Path:
+    """Return a path with the home folder of its user; without such a user, as it is."""
+    try:
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError):
+        return Path(path)
 
 
 def _talk_in_pipe(chat: _Chat) -> int:

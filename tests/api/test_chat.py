@@ -173,6 +173,9 @@ def test_two_slashes_send_one(monkeypatch):
         ("/load nowhere", "nowhere cannot be read: No such file"),
         ("/load .", ". cannot be read: Is a directory"),
         ("/load a\0b", "'a\\x00b' cannot be read: embedded null"),
+        ("/load ~nobody-here/a", "~nobody-here/a cannot be read: No such file or directory"),
+        ("/load ~a\0b/c", "'~a\\x00b/c' cannot be read: embedded null"),
+        ("/save ~nobody-here/a", "~nobody-here/a cannot be written: No such file or directory"),
         ("/save a\0b", "'a\\x00b' cannot be written: embedded null"),
     ],
 )

@@ -107,7 +107,7 @@ class BatchFolder:
             owner.files()
             for record in owner.batches():
                 batch = record.batch
-                if batch.has_ended and batch.created_at + seconds < now():
+                if batch.ended_at is not None and batch.ended_at + seconds < now():
                     owner.batch_place(batch.id).path("json").unlink(missing_ok=True)
 
 

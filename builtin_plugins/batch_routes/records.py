@@ -88,9 +88,10 @@ class BatchObject(msgspec.Struct, kw_only=True):
     object: str = "batch"
 
     @property
-    def has_ended(self) -> bool:
-        """Whether nothing of it changes any more."""
-        return self.status in ("failed", "completed", "expired", "cancelled")
+    def ended_at(self) -> int | None:
+        """When it ended; None if it has not."""
+        times = (self.completed_at, self.failed_at, self.expired_at, self.cancelled_at)
+        return next((at for at in times if at is not None), None)
 
 
 class BatchRecord(msgspec.Struct, kw_only=True):

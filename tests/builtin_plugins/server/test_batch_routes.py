@@ -23,6 +23,7 @@ from support.waiting import HeldSteps, alive, wait_until
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.batch_routes import file_route, runner
 from hardpoint.builtin_plugins.batch_routes.folder import BatchFolder, BatchPlace, OwnerFolder
+from hardpoint.builtin_plugins.batch_routes.records import BatchObject, BatchRecord, FileObject
 from hardpoint.builtin_plugins.batch_routes.runner import Slots
 from hardpoint.builtin_plugins.server.batches.lines import BatchReader
 from hardpoint.errors import ConfigError, EngineDeadError
@@ -799,3 +800,52 @@ def test_files_expire(tmp_path):
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(made.id)
         assert not [*(tmp_path / "batches").glob("*/files/*.jsonl")]
+
+
+def new_file(seconds=3600):
+    """Return a file that is created now."""
+    created = int(time.time())
+    return FileObject(
+        id=f"file-{'1' * 32}",
+        bytes=2,
+        created_at=created,
+        expires_at=created + seconds,
+        filename="in.jsonl",
+        purpose="batch",
+    )
+
+
+def batch_record(input_file_id="", **fields):
+    """Return the record of a batch that was created two hours ago."""
+    created = int(time.time()) - 7200
+    batch = BatchObject(
+        id=f"batch_{'1' * 32}",
+        endpoint=COMPLETIONS,
+        input_file_id=input_file_id,
+        completion_window="24h",
+        created_at=created,
+        expires_at=created + 86400,
+        **{"status": "validating", **fields},
+    )
+    return BatchRecord(batch=batch, order=1, client=Client(name="alice"), output_seconds=3600)
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """Return the part of a client with one file."""
+    owner = BatchFolder(str(tmp_path)).owner("alice")
+    with owner.reserving():
+        owner.reserve_file(new_file())
+    owner.add_file(new_file(), 1, io.BytesIO(b"{}"))
+    return owner
+
+
+@pytest.mark.parametrize("status", ["completed", "failed", "expired", "cancelled", "in_progress"])
+@pytest.mark.parametrize(("age", "is_kept"), [(3500, True), (3700, False)])
+def test_a_batch_is_forgotten_by_the_time_of_its_end(tmp_path, owner, status, age, is_kept):
+    ended = {} if status == "in_progress" else {f"{status}_at": int(time.time()) - age}
+    record = batch_record(new_file().id, status=status, **ended)
+    owner.add_batch(record)
+    BatchFolder(str(tmp_path)).forget_old(3600)
+    found = owner.find_batch(record.batch.id)
+    assert (found is not None) == (is_kept or not ended)

@@ -40,6 +40,10 @@ RecordT = TypeVar("RecordT", FileRecord, BatchRecord)
 RECORD_BYTES = 2048
 """Bytes that are reserved for the record of a file, or for the last records of a batch."""
 
+_PARTS = (".jsonl", ".cancel", ".out", ".err", ".room", ".in")
+_UNFINISHED = (".part", ".new")
+_LEFTOVER_SECONDS = 3600.0
+
 _FILE = re.compile(r"file-[0-9a-f]{32}")
 _BATCH = re.compile(r"batch_[0-9a-f]{32}")
 
@@ -102,8 +106,9 @@ class BatchFolder:
                 yield True
 
     def forget_old(self, seconds: float) -> None:
-        """Delete files that have expired, and batches that ended more than `seconds` ago."""
+        """Delete expired files, batches that ended more than `seconds` ago, and leftovers."""
         for owner in self.owners():
+            owner.forget_leftovers()
             owner.files()
             for record in owner.batches():
                 batch = record.batch
@@ -151,6 +156,21 @@ class OwnerFolder:
         for path in ended[: len(paths) - number + 1]:
             path.unlink(missing_ok=True)
 
+    def forget_leftovers(self) -> None:
+        """Delete the parts without a record that a failed write or a killed process has left.
+
+        A part gets its record while `reserving`. Uploads and changes of records write to their
+        unfinished parts at any time, so that a recent write shows that they are in use.
+        """
+        with self.reserving():
+            for path in map(Path, self._paths()):
+                if path.suffix in _PARTS:
+                    is_left = not path.with_suffix(".json").exists()
+                else:
+                    is_left = path.suffix in _UNFINISHED and _is_old(path)
+                if is_left:
+                    path.unlink(missing_ok=True)
+
     def files(self) -> list[FileObject]:
         """Return the files, the oldest first, and delete expired files."""
         files = []
@@ -196,7 +216,10 @@ class OwnerFolder:
         return self._files / f"{file.id}.part"
 
     def take_file(self, file: FileObject, order: int, path: Path) -> None:
-        """Create a file from another file of the folder; repeat this if it was interrupted."""
+        """Create a file from another file of the folder, while `reserving`.
+
+        Repeat this if it was interrupted.
+        """
         _make(self._files)
         with contextlib.suppress(FileExistsError):
             os.link(path, self.content(file.id))
@@ -242,7 +265,11 @@ class OwnerFolder:
         _make(self._batches)
         place = self.batch_place(record.batch.id)
         os.link(self.content(record.batch.input_file_id), place.path("in"))
-        place.write(record)
+        try:
+            place.write(record)
+        except BaseException:
+            place.path("in").unlink()
+            raise
 
 
 class BatchPlace:
@@ -336,11 +363,23 @@ def _read(path: Path, type_: type[RecordT]) -> RecordT | None:
 def _write(path: Path, record: FileRecord | BatchRecord) -> None:
     """Replace a file as a whole, also if the machine stops before the end."""
     new = path.with_suffix(".new")
-    with _private(new) as target:
-        target.write(msgspec.json.encode(record))
-        target.flush()
-        os.fsync(target.fileno())
-    new.replace(path)
+    try:
+        with _private(new) as target:
+            target.write(msgspec.json.encode(record))
+            target.flush()
+            os.fsync(target.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _is_old(path: Path) -> bool:
+    """Return whether a file is there, and nothing was written to it for a long time."""
+    try:
+        return path.stat().st_mtime + _LEFTOVER_SECONDS < now()
+    except FileNotFoundError:
+        return False
 
 
 def _set_size(path: Path, size: int) -> None:

@@ -362,7 +362,8 @@ class BatchRun:
                 filename=f"{batch.id}_{kind}.jsonl",
                 purpose="batch_output",
             )
-            owner.take_file(made, time.time_ns(), path)
+            with owner.reserving():
+                owner.take_file(made, time.time_ns(), path)
         return name if owner.file(name) is not None else None
 
 

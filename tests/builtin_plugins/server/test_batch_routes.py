@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from support.waiting import HeldSteps, alive, wait_until
 
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.batch_routes import file_route, runner
+from hardpoint.builtin_plugins.batch_routes import folder as folder_module
 from hardpoint.builtin_plugins.batch_routes.folder import BatchFolder, BatchPlace, OwnerFolder
 from hardpoint.builtin_plugins.batch_routes.records import BatchObject, BatchRecord, FileObject
 from hardpoint.builtin_plugins.batch_routes.runner import Slots
@@ -849,3 +851,58 @@ def test_a_batch_is_forgotten_by_the_time_of_its_end(tmp_path, owner, status, ag
     BatchFolder(str(tmp_path)).forget_old(3600)
     found = owner.find_batch(record.batch.id)
     assert (found is not None) == (is_kept or not ended)
+
+
+def parts(owner_path):
+    return sorted(path.name for path in owner_path.glob("*/*") if path.suffix != ".jsonl")
+
+
+def test_a_record_without_room_leaves_no_parts(tmp_path, owner, monkeypatch):
+    (owner_path,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    before, used = parts(owner_path), owner.used_bytes()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        owner.add_batch(batch_record(new_file().id))
+    assert (parts(owner_path), owner.used_bytes()) == (before, used)
+
+
+def test_parts_of_killed_processes_are_removed(tmp_path, owner):
+    """Parts of records and of an upload that goes on are not."""
+    owner.add_batch(batch_record(new_file().id))
+    (owner_path,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    batches, files, two = owner_path / "batches", owner_path / "files", "2" * 32
+    kept = [files / f"file-{'3' * 32}.part", files / f"file-{'3' * 32}.new", files / "other"]
+    unfinished = [files / f"file-{two}.part", files / f"file-{two}.new", batches / "batch_2.new"]
+    parts = [batches / f"batch_{two}.{suffix}" for suffix in ("in", "out", "err", "room", "cancel")]
+    left = [files / f"file-{two}.jsonl", *parts, *unfinished]
+    expected = {*owner_path.rglob("*"), *kept}
+    for path in (*kept, *left):
+        path.write_bytes(b"x" * 100)
+    for path, age in (*((path, 3700) for path in unfinished), (kept[0], 3500)):
+        os.utime(path, (time.time() - age,) * 2)
+    BatchFolder(str(tmp_path)).forget_old(3600)
+    assert {*owner_path.rglob("*")} == expected
+
+
+def test_new_records_are_written_while_bytes_are_reserved(tmp_path, monkeypatch):
+    """Until then, their parts look like leftovers."""
+    write, reserved = folder_module._write, {}
+
+    def checked(path, record):
+        if not path.exists():
+            with (path.parents[1] / "lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    reserved[path.name[:5]] = reserved.get(path.name[:5], 0) + 1
+        write(path, record)
+
+    monkeypatch.setattr(folder_module, "_write", checked)
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        ended(client, begin(client, [line(0)]))
+    assert reserved == {"file-": 2, "batch": 1}

@@ -107,35 +107,43 @@ class ChatHistory:
             RequestError: the request failed, or the context is full.
         """
         question, answer, error = HistoryMessage("user", text), "", None
-        prompt = self._prompt(generator, params, question)
+        prompt, first = self._prompt(generator, params, question)
         tokens, cut = len(prompt["prompt_token_ids"]), False
         try:
-            for result in generator.stream(prompt, params):
-                for new in result.outputs:
-                    answer += _written(new, output)
-                    tokens += len(new.token_ids)
-                    cut = new.finish_reason == "length"
-                    if new.finish_reason == "error":
-                        error = new.error or "the request failed"
+            try:
+                for result in generator.stream(prompt, params):
+                    for new in result.outputs:
+                        answer += _written(new, output)
+                        tokens += len(new.token_ids)
+                        cut = new.finish_reason == "length"
+                        if new.finish_reason == "error":
+                            error = new.error or "the request failed"
+            finally:
+                if answer:
+                    output.end()
         except KeyboardInterrupt:
             if answer:
-                self.messages += [question, HistoryMessage("assistant", answer)]
+                self._add(question, answer, first, generator)
             raise
-        finally:
-            if answer:
-                output.end()
         if error is not None:
             raise RequestError(error)
         if not answer:
             output.end()
-        self.messages += [question, HistoryMessage("assistant", answer)]
+        self._add(question, answer, first, generator)
         if cut:
             notice(_why_cut(tokens, generator, params))
 
+    def _add(self, question: HistoryMessage, answer: str, first: int, generator: ChatModel) -> None:
+        self.messages += [question, HistoryMessage("assistant", answer)]
+        if first and not self._first_sent:
+            limit = _context_length(generator)
+            notice(f"The context of {limit} tokens is full: the oldest turns are no longer sent.")
+        self._first_sent = first
+
     def _prompt(
         self, generator: ChatModel, params: SamplingParams, question: HistoryMessage
-    ) -> Mapping[str, Any]:
-        """Return the messages to send: as many turns before the question as there is room for.
+    ) -> tuple[Mapping[str, Any], int]:
+        """Return the messages to send, with as many turns as fit, and the first one's position.
 
         Raises:
             RequestError: they do not all fit, and none may be dropped.
@@ -160,10 +168,7 @@ class ChatHistory:
             # More is dropped than necessary: the rest is in the prefix cache in the next turns.
             prompt_limit = limit - room - limit // _LEAST_ROOM
             first = self._next_turn(first)
-        if first != self._first_sent and not self._first_sent:
-            notice(f"The context of {limit} tokens is full: the oldest turns are no longer sent.")
-        self._first_sent = first
-        return prompt
+        return prompt, first
 
     def _next_turn(self, first: int) -> int:
         for position in range(first + 1, len(self.messages)):

@@ -280,6 +280,33 @@ def test_the_oldest_turns_are_dropped_by_option_and_kept_for_save(folder, monkey
 
 
 @pytest.mark.parametrize(
+    ("answer", "sent"),
+    [
+        (RequestError("too long"), "0a1a2"),
+        ([delta("", "error", error="too long")], "0a1a2"),
+        (["^C"], "0a1a2"),
+        (["x", "^C"], "Qx2"),
+        (["x"], "Qx2"),
+    ],
+)
+def test_turns_are_dropped_once_a_message_has_an_answer(monkeypatch, capsys, answer, sent):
+    class Interrupted(SmallGenerator):
+        def stream(self, prompt, params=None):
+            for output in super().stream(prompt, params):
+                if output.outputs[0].text == "^C":
+                    raise KeyboardInterrupt
+                yield output
+
+    generator = Interrupted([["a" * 10], ["a" * 10], answer, ["a"]])
+    lines = ["0" * 10, "1" * 10, "Q" * 60, "2"]
+    assert interactive(monkeypatch, lines, generator, "--when-full", "drop-oldest") == 0
+    assert [len(messages) for messages, _ in generator.asked[:3]] == [1, 3, 1]
+    assert "".join(m["content"][0] for m in generator.asked[3][0]) == sent
+    is_shown = "the oldest turns are no longer sent" in capsys.readouterr().err
+    assert is_shown == (sent == "Qx2")
+
+
+@pytest.mark.parametrize(
     ("tokens", "why"),
     [(50, "after --max-tokens 50"), (99, "the context of 100 tokens is full")],
 )

@@ -5,21 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import re
 import sys
 from collections.abc import Iterator
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from hardpoint.builtin_plugins.server.batches.text_lines import line_of
 from hardpoint.plugins import Command, CommandContext, RequestError, SamplingParams
 from hardpoint.plugins.params import PoolingParams
 
 from .prompt_file import LineFile, PromptFile
+from .records.new_file import new_file
 
 if TYPE_CHECKING:
     from hardpoint.plugins.server.commands import Generator
 
 _AT_ONCE = 256
 """Lines of a file that are embedded together; no more are in memory."""
+
+_INDEX = re.compile(r"^prompts\[(\d+)\]")
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -62,54 +66,60 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     return 0
 
 
+class _Text(NamedTuple):
+    """A text or its token ids; `place` is its name in errors."""
+
+    place: str
+    id: str | int
+    prompt: Any
+
+
 def _embed(
     generator: Generator,
-    texts: list[tuple[str | int, Any]],
+    texts: list[_Text],
     params: PoolingParams,
     prompt_name: str | None,
     output: IO[str],
 ) -> None:
-    results = generator.embed([text for _, text in texts], params, prompt_name)
-    for (name, _), result in zip(texts, results, strict=True):
+    try:
+        results = generator.embed([text.prompt for text in texts], params, prompt_name)
+    except RequestError as error:
+        message = _INDEX.sub(lambda match: texts[int(match[1])].place, str(error))
+        raise type(error)(message) from None
+    for text, result in zip(texts, results, strict=True):
         tokens = len(result.prompt_token_ids)
-        line = {"id": name, "prompt_tokens": tokens, "embedding": result.outputs.tolist()}
+        line = {"id": text.id, "prompt_tokens": tokens, "embedding": result.outputs.tolist()}
         output.write(line_of(line).decode())
     output.flush()
 
 
-def _texts(
-    options: argparse.Namespace, stack: contextlib.ExitStack
-) -> Iterator[tuple[str | int, Any]]:
-    """Return the texts with their ids.
+def _texts(options: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[_Text]:
+    """Return the texts.
 
     Raises:
         RequestError: the file cannot be read; or, while it is read, a line is wrong.
     """
     if options.file is None:
-        return enumerate(options.texts, 1)
+        texts = enumerate(options.texts)
+        return (_Text(f"prompts[{index}]", index + 1, text) for index, text in texts)
     is_text = options.format == "text"
     file = LineFile(options.file)
     stack.callback(file.close)
     return _lines(file, PromptFile(file, SamplingParams(), is_text=is_text, chat=False))
 
 
-def _lines(file: LineFile, prompts: PromptFile) -> Iterator[tuple[str | int, Any]]:
+def _lines(file: LineFile, prompts: PromptFile) -> Iterator[_Text]:
     for request in prompts.requests():
+        place = f"{file.name}:{request.line}"
         if request.messages is not None:
-            raise RequestError(f"{file.name}:{request.line}: messages: expected a prompt")
-        yield request.id, request.fields["prompt"]
+            raise RequestError(f"{place}: messages: expected a prompt")
+        yield _Text(place, request.id, request.fields["prompt"])
 
 
 def _output(path: str | None, stack: contextlib.ExitStack) -> IO[str]:
     if path is None or path == "-":
         return sys.stdout
-    try:
-        return stack.enter_context(open(path, "x", encoding="utf-8"))
-    except FileExistsError:
-        raise RequestError(f"--output: expected a new file, {path!r} exists") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise RequestError(f"--output: {path!r} cannot be written: {reason}") from None
+    return stack.enter_context(new_file(path, "--output", keeps_lines=True))
 
 
 COMMAND = Command("embed", "print vectors of texts", _configure, _run)

@@ -72,6 +72,26 @@ def test_many_lines_of_text(embed, vectors):
     np.testing.assert_allclose(json.loads(lines[-1])["embedding"], vectors["two"], atol=1e-6)
 
 
+def test_a_wrong_text_has_its_number(folder, embed):
+    """Texts before its group have their vectors."""
+    given = ['"one"'] * 320
+    given[300] = '{"prompt": [999999]}'
+    (folder / "texts.jsonl").write_text("\n".join(given))
+    message = embed("--file", "texts.jsonl", "--output", "vectors.jsonl", status=2)
+    assert "error: texts.jsonl:301: prompt_token_ids[0]: expected" in message
+    assert len((folder / "vectors.jsonl").read_text().splitlines()) == 256
+    texts = ["one"] * 300
+    texts[290] = "two " * 5000
+    assert "error: prompts[290]: " in embed(*texts, status=2)
+
+
+def test_a_run_that_fails_at_once_leaves_no_file(folder, embed):
+    for wrong in (["--model", "typo"], ["--pooler", "men"]):
+        embed("one", "--output", "vectors.jsonl", *wrong, status=2)
+        assert not (folder / "vectors.jsonl").exists()
+    embed("one", "--output", "vectors.jsonl")
+
+
 WRONG = [
     ([], "text: expected at least one TEXT, or --file PATH"),
     (["x", "--file", "y"], "text: expected at least one TEXT, or --file PATH"),

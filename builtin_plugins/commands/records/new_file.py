@@ -1,4 +1,4 @@
-"""New files of commands: whole, or not there."""
+"""New files of commands, which are not there if their command fails."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from hardpoint.plugins import RequestError
 
 
 @contextlib.contextmanager
-def new_file(path: str, name: str) -> Iterator[IO[str]]:
+def new_file(path: str, name: str, *, keeps_lines: bool = False) -> Iterator[IO[str]]:
     """Open a file that is not there yet; it is removed again if the body fails.
 
     Args:
         path: path of the file.
         name: the argument that names it, for errors.
+        keeps_lines: remove it only if nothing was written to it.
 
     Raises:
         RequestError: it is there, or cannot be written.
@@ -32,5 +33,10 @@ def new_file(path: str, name: str) -> Iterator[IO[str]]:
         with file:
             yield file
     except BaseException:
-        Path(path).unlink(missing_ok=True)
+        if not keeps_lines or not _has_content(Path(path)):
+            Path(path).unlink(missing_ok=True)
         raise
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
 import socket
 import ssl
 from typing import Any, NamedTuple
@@ -12,6 +14,8 @@ from hardpoint.plugins import HardpointError, RequestError
 
 _CONNECT_SECONDS = 10.0
 _UNIX = "unix:"
+_HIGHEST_PORT = 65535
+_VISIBLE = re.compile(r"[\x21-\x7e]+")
 
 
 class HttpAnswer(NamedTuple):
@@ -31,6 +35,31 @@ class HttpAnswer(NamedTuple):
             return f"{self.content['error']['message']} ({self.status})"
         except (KeyError, TypeError):
             return None
+
+
+def environment_key(*names: str) -> str | None:
+    """Return the key in the first environment variable that is not empty; None without one.
+
+    Raises:
+        RequestError: no header can have it; the message does not repeat it.
+    """
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
+        return None
+    if not _VISIBLE.fullmatch(os.environ[name]):
+        raise RequestError(
+            f"{name}: expected a key of visible ASCII characters, got one with a blank, a line end "
+            "or another character"
+        )
+    return os.environ[name]
+
+
+def is_host(name: str) -> bool:
+    """Return whether a connection can be tried to a host of that name or address."""
+    try:
+        return _VISIBLE.fullmatch(name.encode("idna").decode()) is not None
+    except UnicodeError:  # a part of the name is empty or too long
+        return False
 
 
 def post_json(
@@ -82,18 +111,23 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _connection(address: str, option: str) -> http.client.HTTPConnection:
-    if address.startswith(_UNIX):
+    if address.startswith(_UNIX) and "\0" not in address:
         return _UnixConnection(address.removeprefix(_UNIX))
     scheme, separator, place = address.rpartition("://")
-    host, colon, port = place.rstrip("/").rpartition(":")
-    if not (colon and host and port.isdecimal()) or (separator and scheme not in {"http", "https"}):
+    host, _, port = place.rstrip("/").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    has_scheme = not separator or scheme in {"http", "https"}
+    if not has_scheme or not is_host(host) or not _is_port(port):
         raise RequestError(
             f"{option}: expected unix:PATH, HOST:PORT or https://HOST:PORT, got {address!r}"
         )
-    host = host.removeprefix("[").removesuffix("]")
     if scheme == "https":
         secure = ssl.create_default_context()
         return http.client.HTTPSConnection(
             host, int(port), timeout=_CONNECT_SECONDS, context=secure
         )
     return http.client.HTTPConnection(host, int(port), timeout=_CONNECT_SECONDS)
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(_HIGHEST_PORT)) and int(text) <= _HIGHEST_PORT

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import http
-import os
 
 import msgspec
 
 from hardpoint.builtin_plugins.commands.sampling import sampling_fields
-from hardpoint.builtin_plugins.http_calls import HttpAnswer, post_json
+from hardpoint.builtin_plugins.http_calls import HttpAnswer, environment_key, post_json
 from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.toolkit.trace import CompletionTrace, Trace
 
@@ -53,7 +52,7 @@ def served_trace(options: argparse.Namespace, prompt: str) -> Trace:
         body["messages"] = [{"role": "user", "content": prompt}]
     else:
         path, body["prompt"] = "/v1/completions", prompt
-    answer = post_json(options.url, path, body, option="--url", key=os.environ.get(API_KEY))
+    answer = post_json(options.url, path, body, option="--url", key=environment_key(API_KEY))
     response = _read(options.url, answer)
     return Trace(
         prompt=prompt,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
+import re
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from hardpoint.builtin_plugins.http_calls import environment_key, is_host
 from hardpoint.plugins import (
     CompletionOutput,
     EngineConfig,
@@ -27,6 +28,7 @@ __all__ = ["ServedModel"]
 _TIMEOUT_S = 600.0  # until the next part of an answer
 _UNKNOWN_LENGTH = 1 << 30
 _KEYS = ("HARDPOINT_API_KEY", "OPENAI_API_KEY")
+_PATH = re.compile(r"[\x21-\x7e]*")
 
 
 class ServedModel:
@@ -46,18 +48,12 @@ class ServedModel:
             fields: fields of each request besides model and messages.
 
         Raises:
-            RequestError: the URL is malformed, or there is no such model.
+            RequestError: the URL or the key is malformed, or there is no such model.
             HardpointError: the server cannot be reached, or refuses.
         """
-        try:
-            parts = urlsplit(url)
-            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname)
-            _ = parts.port
-        except ValueError:
-            is_valid = False
-        if not is_valid:
-            raise RequestError(f"--url: expected http://HOST:PORT or https://..., got {url!r}")
+        parts = _read_url(url)
         self._parts, self._url, self._fields = parts, url, fields
+        self._key = environment_key(*_KEYS)
         path = parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"
         models = self._models()
@@ -129,8 +125,8 @@ class ServedModel:
         else:
             connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
         headers = {"content-type": "application/json"}
-        if key := next((os.environ[name] for name in _KEYS if os.environ.get(name)), None):
-            headers["authorization"] = f"Bearer {key}"
+        if self._key is not None:
+            headers["authorization"] = f"Bearer {self._key}"
         data = None if body is None else msgspec.json.encode(body)
         try:
             connection.request(method, f"{self._base}{path}", data, headers)
@@ -142,6 +138,24 @@ class ServedModel:
             raise HardpointError(f"--url: {self._url} cannot be reached: {cause}") from cause
         finally:
             connection.close()
+
+
+def _read_url(url: str) -> SplitResult:
+    """Return the parts of a URL that a request can have.
+
+    Raises:
+        RequestError: it is malformed.
+    """
+    problem = RequestError(f"--url: expected http://HOST:PORT or https://..., got {url!r}")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise problem from None
+    is_http = parts.scheme in ("http", "https") and is_host(parts.hostname or "")
+    if not is_http or not _PATH.fullmatch(parts.path):
+        raise problem
+    return parts
 
 
 def _decoded(text: str, url: str) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import http
 import json
-import os
 from typing import Any
 
-from hardpoint.builtin_plugins.http_calls import post_json
+from hardpoint.builtin_plugins.http_calls import environment_key, post_json
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.plugins import Command, CommandContext, HardpointError, RequestError
 
@@ -78,7 +77,7 @@ def _post(address: str, path: str, body: dict[str, Any]) -> Any:
         RequestError: the address is malformed, or the server refused the request.
         HardpointError: the server cannot be reached, or cannot do that now.
     """
-    answer = post_json(address, path, body, option="--admin", key=os.environ.get(_KEY))
+    answer = post_json(address, path, body, option="--admin", key=environment_key(_KEY))
     if answer.status == http.HTTPStatus.OK and isinstance(answer.content, dict):
         return answer.content
     kind = RequestError if answer.status == http.HTTPStatus.BAD_REQUEST else HardpointError

@@ -44,13 +44,54 @@ def test_errors(chat, server, capsys):
         f"model: expected a model of {server.url} (scripted, other), got 'nothing'"
         in capsys.readouterr().err
     )
-    for url in ("localhost:8000", "http://[x", "http://x:abc"):
-        assert chat("hi\n", url=url) == 2
-        assert "--url: expected http://HOST:PORT or https://..." in capsys.readouterr().err
     assert chat("hi\n", url="http://127.0.0.1:1") == 2
     assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
     assert chat("hi\n", "--plugin-args", "nowhere.x=1") == 1
     assert "nowhere" in capsys.readouterr().err
+
+
+LONG = "a" * 70
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "http://localhost:abc",
+        "http://localhost:65536",
+        "http://[::1",
+        "http://a b:80",
+        "http://a..b",
+        f"http://{LONG}",
+        "http://localhost/\u00e9",
+        "http://localhost/a b",
+    ],
+)
+def test_a_malformed_url(monkeypatch, capsys, tmp_path, url):
+    monkeypatch.chdir(tmp_path)
+    assert main(["-q", "chat", "--url", url]) == 2
+    expected = f"--url: expected http://HOST:PORT or https://..., got {url!r}"
+    assert capsys.readouterr().err == f"hardpoint: error: {expected}\n"
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-\u00e9cret", "sk secret", "sk-secret\n"])
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["chat", "--url", "http://127.0.0.1:1"], "HARDPOINT_API_KEY"),
+        (["chat", "--url", "http://127.0.0.1:1"], "OPENAI_API_KEY"),
+        (["trace", "hi", "--url", "http://127.0.0.1:1"], "HARDPOINT_API_KEY"),
+        (["scale", "1", "--admin", "127.0.0.1:1"], "HARDPOINT_ADMIN_KEY"),
+    ],
+)
+def test_a_malformed_key_is_not_shown(monkeypatch, capsys, tmp_path, arguments, name, key):
+    monkeypatch.chdir(tmp_path)
+    for variable in ("HARDPOINT_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, key)
+    assert main(["-q", *arguments]) == 2
+    expected = f"{name}: expected a key of visible ASCII characters, got one with a blank, a line "
+    assert capsys.readouterr().err == f"hardpoint: error: {expected}end or another character\n"
 
 
 def test_a_key(program, monkeypatch, capsys, tmp_path):

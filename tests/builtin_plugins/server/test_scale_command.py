@@ -97,7 +97,10 @@ def test_what_the_server_refuses(server, monkeypatch, error, kind, message):
                 ("1", "--admin", address),
                 f"--admin: expected unix:PATH, HOST:PORT or https://HOST:PORT, got {address!r}",
             )
-            for address in ("here", "ftp://a:1", ":1", "a:b", "")
+            for address in (
+                *("here", "ftp://a:1", ":1", "a:b", "", "a b:1", "a..b:1", "https://.a:1"),
+                *("a:65536", f"a:{'9' * 20}", "unix:a\0b"),
+            )
         ),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hardpoint.errors import shown
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles
-from hardpoint.toolkit.hub import HubName, fetch_files, hub_name
+from hardpoint.toolkit.hub import HubName, check_hub_settings, fetch_files, hub_name
 from hardpoint.typed import suggest
 
 from .blame import describe
@@ -203,6 +203,7 @@ def _packaged(alias: str, setting: str) -> Path:
 
 
 def _from_hub(name: HubName, path: Path, setting: str) -> Path:
+    check_hub_settings()
     # Imported here because it takes time and only hub models need it.
     from huggingface_hub import constants  # noqa: PLC0415
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415

@@ -181,3 +181,32 @@ def test_a_repository_without_weights():
 def test_a_malformed_name(capsys):
     assert main(["pull", "smollm2"]) == 2
     assert "expected OWNER/NAME or OWNER/NAME:QUANT, got 'smollm2'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *(
+            (
+                "HF_ENDPOINT",
+                url,
+                f"HF_ENDPOINT: expected a URL such as https://huggingface.co, got {url!r}",
+            )
+            for url in ("http://hub:abc", "http://[::1", "hub")
+        ),
+        *(
+            ("HF_TOKEN", token, "HF_TOKEN: expected a token of visible ASCII characters, got one")
+            for token in ("hf_sec\x0bret", "hf_s\u00e9cret")
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "command", [["pull", "acme/none"], ["models", "list"], ["generate", "x", "--model", "acme/no"]]
+)
+def test_malformed_settings(monkeypatch, tmp_path, capsys, command, name, value, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, value)
+    assert main(["-q", *command]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"hardpoint: error: {message}")
+    assert name == "HF_ENDPOINT" or value not in err

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hardpoint.builtin_plugins.commands.tables import print_table
 from hardpoint.plugins import CommandContext, RequestError
-from hardpoint.toolkit.hub import HubName, quantization_of
+from hardpoint.toolkit.hub import HubName, check_hub_settings, quantization_of
 from hardpoint.typed import suggest
 
 from .pull import parse_name
@@ -96,6 +96,7 @@ def remove_model(options: argparse.Namespace, context: CommandContext) -> int:
 
 def _scanned() -> HFCacheInfo | None:
     """Return the content of the cache; None if there is no cache."""
+    check_hub_settings()
     from huggingface_hub import scan_cache_dir  # noqa: PLC0415 - slow to import
     from huggingface_hub.errors import CacheNotFound  # noqa: PLC0415
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hardpoint.plugins import Command, CommandContext, HardpointError, RequestError
-from hardpoint.toolkit.hub import HubName, fetch_files, hub_name, select_files
+from hardpoint.toolkit.hub import HubName, check_hub_settings, fetch_files, hub_name, select_files
 
 from .sizes import size_text
 
@@ -32,6 +32,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     name = parse_name(options.name)
+    check_hub_settings()
     with _progress_bars(is_shown=not context.quiet):
         info = _described(name)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}

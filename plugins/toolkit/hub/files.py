@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from hardpoint.errors import ModelError
 
-__all__ = ["HubName", "fetch_files", "hub_name", "quantization_of", "select_files"]
+__all__ = [
+    "HubName",
+    "check_hub_settings",
+    "fetch_files",
+    "hub_name",
+    "quantization_of",
+    "select_files",
+]
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -19,6 +28,7 @@ _QUANTIZATION = re.compile(
     r"(?:-\d{5}-of-\d{5})?\.gguf$",
     re.IGNORECASE,
 )
+_TOKEN = re.compile(r"[\x21-\x7e]+")
 _PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
@@ -77,6 +87,34 @@ def select_files(name: HubName, files: Iterable[str]) -> list[str]:
             f"{known or 'none'}"
         )
     return chosen
+
+
+def check_hub_settings() -> None:
+    """Check HF_ENDPOINT and the token of the hub before huggingface_hub reads them.
+
+    Its import fails with a malformed endpoint, and its errors contain a malformed token.
+
+    Raises:
+        ModelError: one is malformed; the message does not repeat the token.
+    """
+    if endpoint := os.environ.get("HF_ENDPOINT"):
+        try:
+            parts = urlsplit(endpoint)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_url = False
+        if not is_url:
+            raise ModelError(
+                f"HF_ENDPOINT: expected a URL such as https://huggingface.co, got {endpoint!r}"
+            )
+    from huggingface_hub import get_token  # noqa: PLC0415 - as below
+
+    token = get_token()
+    if token is not None and not _TOKEN.fullmatch(token):
+        raise ModelError(
+            "HF_TOKEN: expected a token of visible ASCII characters, got one with a blank, a line "
+            "end or another character, there or in the file of `hf auth login`"
+        )
 
 
 def fetch_files(name: HubName) -> Path:

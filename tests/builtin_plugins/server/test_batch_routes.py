@@ -23,7 +23,6 @@ from support.waiting import HeldSteps, alive, wait_until
 
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.batch_routes import file_route, runner
-from hardpoint.builtin_plugins.batch_routes import folder as folder_module
 from hardpoint.builtin_plugins.batch_routes.folder import BatchFolder, BatchPlace, OwnerFolder
 from hardpoint.builtin_plugins.batch_routes.records import BatchObject, BatchRecord, FileObject
 from hardpoint.builtin_plugins.batch_routes.runner import Slots
@@ -890,19 +889,24 @@ def test_parts_of_killed_processes_are_removed(tmp_path, owner):
 
 def test_new_records_are_written_while_bytes_are_reserved(tmp_path, monkeypatch):
     """Until then, their parts look like leftovers."""
-    write, reserved = folder_module._write, {}
+    reserved = []
 
-    def checked(path, record):
-        if not path.exists():
-            with (path.parents[1] / "lock").open() as lock:
+    def checked(name):
+        call = getattr(OwnerFolder, name)
+
+        def checked_call(owner, *arguments):
+            with (owner.content("x").parents[1] / "lock").open() as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    reserved[path.name[:5]] = reserved.get(path.name[:5], 0) + 1
-        write(path, record)
+                    reserved.append(name)
+            return call(owner, *arguments)
 
-    monkeypatch.setattr(folder_module, "_write", checked)
+        monkeypatch.setattr(OwnerFolder, name, checked_call)
+
+    checked("add_batch")
+    checked("take_file")
     with batch_server(tmp_path) as server:
         client = client_of(server)
         ended(client, begin(client, [line(0)]))
-    assert reserved == {"file-": 2, "batch": 1}
+    assert reserved == ["take_file", "add_batch", "take_file"]

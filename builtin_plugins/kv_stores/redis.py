@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from hardpoint import plugins
+from hardpoint.builtin_plugins.http_calls import is_host
 from hardpoint.builtin_plugins.secret_files import read_secret
 from hardpoint.errors import install_command
 from hardpoint.plugins import ConfigError, KVStore
@@ -309,7 +310,7 @@ def _check_url(url: str) -> None:
             raise ValueError("expected the path of a socket: unix:///run/redis/redis.sock")
         return
     db = parts.path.strip("/") or "0"
-    if not parts.hostname or not (db.isascii() and db.isdigit()):
+    if not is_host(parts.hostname or "") or not (db.isascii() and db.isdigit()):
         raise ValueError("expected a host, and a number of a database: redis://127.0.0.1:6379/0")
 
 

@@ -307,6 +307,7 @@ URLS = {
     "http://host": "expected redis://HOST:PORT/DB",
     "127.0.0.1:6379": "expected redis://HOST:PORT/DB",
     "redis://": "expected a host, and a number of a database",
+    "redis://a..b/0": "expected a host, and a number of a database",
     "redis://host/first": "expected a host, and a number of a database",
     "unix://run/redis.sock": "expected the path of a socket: unix:///run/redis/redis.sock",
 }

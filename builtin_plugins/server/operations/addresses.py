@@ -109,12 +109,12 @@ def _bind_port(host: str, port: int, field: str, settings: ServerConfig) -> Boun
             milliseconds = round(1000 * max(settings.send_seconds, _SHORTEST_TIMEOUT))
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         bound.bind(address)
-    except OSError as cause:
+    except (OSError, UnicodeError) as cause:
         if bound is not None:
             bound.close()
-        raise ConfigError(
-            f"{field}: {_joined(host, port)} cannot be bound: {cause.strerror}"
-        ) from None
+        malformed = "a part of the name is empty or too long"
+        reason = cause.strerror if isinstance(cause, OSError) else malformed
+        raise ConfigError(f"{field}: {_joined(host, port)} cannot be bound: {reason}") from None
     actual = bound.getsockname()[1]
     scheme = "http" if settings.tls_certificate is None else "https"
     url = f"{scheme}://{_joined(host, actual)}"

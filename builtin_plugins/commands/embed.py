@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     return 0
 
 
-class _Text(NamedTuple):
+class _NamedText(NamedTuple):
     """A text or its token ids; `place` is its name in errors."""
 
     place: str
@@ -76,7 +76,7 @@ class _Text(NamedTuple):
 
 def _embed(
     generator: Generator,
-    texts: list[_Text],
+    texts: list[_NamedText],
     params: PoolingParams,
     prompt_name: str | None,
     output: IO[str],
@@ -93,7 +93,7 @@ def _embed(
     output.flush()
 
 
-def _texts(options: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[_Text]:
+def _texts(options: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[_NamedText]:
     """Return the texts.
 
     Raises:
@@ -101,19 +101,19 @@ def _texts(options: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator
     """
     if options.file is None:
         texts = enumerate(options.texts)
-        return (_Text(f"prompts[{index}]", index + 1, text) for index, text in texts)
+        return (_NamedText(f"prompts[{index}]", index + 1, text) for index, text in texts)
     is_text = options.format == "text"
     file = LineFile(options.file)
     stack.callback(file.close)
     return _lines(file, PromptFile(file, SamplingParams(), is_text=is_text, chat=False))
 
 
-def _lines(file: LineFile, prompts: PromptFile) -> Iterator[_Text]:
+def _lines(file: LineFile, prompts: PromptFile) -> Iterator[_NamedText]:
     for request in prompts.requests():
         place = f"{file.name}:{request.line}"
         if request.messages is not None:
             raise RequestError(f"{place}: messages: expected a prompt")
-        yield _Text(place, request.id, request.fields["prompt"])
+        yield _NamedText(place, request.id, request.fields["prompt"])
 
 
 def _output(path: str | None, stack: contextlib.ExitStack) -> IO[str]:

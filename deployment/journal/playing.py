@@ -212,16 +212,16 @@ class Player:
         self, plan: SchedulerOutput, read: Callable[[], ModelRunnerOutput | None]
     ) -> ModelRunnerOutput | None:
         """Return the result of a plan, with all that came from outside as it was noted."""
-        if self._event.raised and self.is_exact:
-            failure: Failure | None = self._pop("raised")
-            if failure is not None:
-                return self._raised(plan, failure, read)
-        replayed = read()
+        try:
+            replayed = read()
+        except BaseException as error:
+            self._raised(plan, error)
+            raise
         if not isinstance(replayed, ModelRunnerOutput) or not self.is_exact:
             return replayed
         noted: Result | None = self._pop("results")
         if noted is None:
-            self.differ(Difference(self._number, plan.step, "result", own="a result"))
+            self._differs_from_failure(plan, self._pop("raised"), "a result")
             return replayed
         mine = result_record(plan.step, replayed)
         if self.moves_blocks and noted.part_reports and noted.part_reports != mine.part_reports:
@@ -231,27 +231,19 @@ class Player:
             self.differ(difference)
         return with_noted(replayed, noted)
 
-    def _raised(
-        self,
-        plan: SchedulerOutput,
-        failure: Failure,
-        read: Callable[[], ModelRunnerOutput | None],
-    ) -> ModelRunnerOutput | None:
-        recorded = f"{failure.kind}: {failure.text}"
-        try:
-            result = read()
-        except BaseException as error:
-            if type(error).__name__ != failure.kind:
-                self.differ(
-                    Difference(
-                        self._number, plan.step, "failure", recorded=recorded, own=str(error)
-                    )
-                )
-            raise
-        self.differ(
-            Difference(self._number, plan.step, "failure", recorded=recorded, own="a result")
-        )
-        return result
+    def _raised(self, plan: SchedulerOutput, error: BaseException) -> None:
+        """Compare an error that is raised instead of a result with the recorded one."""
+        failure: Failure | None = self._pop("raised")
+        if failure is not None and type(error).__name__ != failure.kind:
+            self._differs_from_failure(plan, failure, str(error))
+
+    def _differs_from_failure(
+        self, plan: SchedulerOutput, failure: Failure | None, replayed: str
+    ) -> None:
+        subject, recorded = "result", "nothing"
+        if failure is not None:
+            subject, recorded = "failure", f"{failure.kind}: {failure.text}"
+        self.differ(Difference(self._number, plan.step, subject, recorded=recorded, own=replayed))
 
     def _differs_for(self, request_id: str, subject: str, recorded: str, replayed: str) -> None:
         self.differ(Difference(self._number, None, subject, request_id, recorded, replayed))

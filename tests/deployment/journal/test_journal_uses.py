@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
+from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -16,9 +18,10 @@ from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.cli import main
 from hardpoint.errors import EngineDeadError, PluginFaultError, RequestError
 from hardpoint.journal.frames import JournalError, JournalReader
-from hardpoint.journal.records import Event, JournalHeader, Keyframe
+from hardpoint.journal.playing import Player
+from hardpoint.journal.records import Event, Failure, JournalHeader, Keyframe, Result
 from hardpoint.journal.replay import JournalFile, replay
-from hardpoint.plugins import Options, StatSink
+from hardpoint.plugins import ModelRunnerOutput, Options, SchedulerOutput, StatSink
 from hardpoint.simulation import read_mooncake, read_trace
 from hardpoint.simulation.traces import TraceError
 from hardpoint.testing import scripted_config, write_scripted_model
@@ -304,6 +307,53 @@ def test_a_failed_step_is_in_the_file(tmp_path, scripted, ring):
     report = replay(path)
     assert report.is_same, str(report.difference)
     llm.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_step_that_fails_after_the_forward_pass_recurs(tmp_path, scripted, asynchronous):
+    path = tmp_path / "journal"
+    config = scripted_config(
+        scripted,
+        {
+            "engine": {"journal": str(path), "in_process": True},
+            "executor": {"use": "support.plugins.returning:FailingSample"},
+            "scheduler": {"asynchronous": asynchronous},
+        },
+    )
+    with contextlib.closing(LLM(config=config)) as llm, pytest.raises(EngineDeadError):
+        llm.generate([[7] * 56], GREEDY)
+    *_, event = [record for record in JournalReader(path).records() if isinstance(record, Event)]
+    assert [failure.kind for failure in event.raised] == ["RuntimeError"]
+    report = replay(path)
+    assert report.is_same, str(report.difference)
+
+
+@pytest.mark.parametrize(
+    ("replayed", "what", "shown"),
+    [
+        ([None, [1], RuntimeError("no")], None, None),
+        ([None, [1], ValueError("no")], "failure", "no"),
+        ([None, [1], None, [2]], "failure", "a result"),
+        ([None, [1], None], "failure", "nothing"),
+        ([RuntimeError("no")], "result", "nothing"),
+    ],
+)
+def test_a_failure_is_compared_with_what_it_was_recorded_for(replayed, what, shown):
+    """In one event, as of `flush`, a good result comes before the failure."""
+    player = Player()
+    results, raised = [Result(7, {"a": [1]})], [Failure("RuntimeError", "RuntimeError: no")]
+    player.begin(3, Event("flush", results=results, raised=raised))
+    for value in replayed:
+        future = Future()
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value and ModelRunnerOutput(sampled_token_ids={"a": value}))
+        with contextlib.suppress(RuntimeError, ValueError):
+            player.result(SchedulerOutput(step=7), future.result)
+    player.end()
+    difference = player.difference
+    assert (difference and difference.what, difference and difference.own) == (what, shown)
 
 
 def test_an_earlier_journal_is_kept_once(tmp_path, scripted):

@@ -54,11 +54,32 @@ class Raising(UniprocExecutor):
     length = 60
 
     def execute_model(self, plan):
-        computed = plan.num_computed_tokens()
-        for request_id, count in plan.num_scheduled_tokens.items():
-            if self.error is not None and computed[request_id] + count >= self.length:
-                raise self.error
+        if self.fails(plan):
+            raise self.error
         return super().execute_model(plan)
+
+    def fails(self, plan):
+        computed = plan.num_computed_tokens()
+        return self.error is not None and any(
+            computed[request_id] + count >= self.length
+            for request_id, count in plan.num_scheduled_tokens.items()
+        )
+
+
+class FailingSample(Raising):
+    """Fails so in the future of the tokens, as `uniproc` does if its worker raises."""
+
+    contract = 2
+
+    def execute_model(self, plan):
+        return UniprocExecutor.execute_model(self, plan)
+
+    def sample_tokens(self, plan, bitmask=None):
+        if not self.fails(plan):
+            return super().sample_tokens(plan, bitmask)
+        future = Future()
+        future.set_exception(self.error)
+        return future
 
 
 class NoPlan(Sample, DefaultScheduler, contract=1):

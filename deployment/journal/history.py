@@ -28,10 +28,11 @@ def history(journal: Journal, name: str) -> Iterator[str]:
     reasons: dict[str, str] = {}  # of all requests, for the error
     now = start = journal.header.clock
     for number, record in enumerate(journal.records()):
-        arrivals = [live.arrival for live in record.live] if isinstance(record, Keyframe) else ()
-        for request in _named(arrivals, name):
-            chosen.setdefault(request.request_id, _History())
-        reasons |= {request_of(arrival).request_id: "" for arrival in arrivals}
+        live = record.live if isinstance(record, Keyframe) else ()
+        for state in live:
+            for request in _named([state.arrival], name):
+                chosen.setdefault(request.request_id, _History(len(state.output_token_ids)))
+        reasons |= {request_of(state.arrival).request_id: "" for state in live}
         if not isinstance(record, Event):
             continue
         reasons |= {request_of(arrival).request_id: "" for arrival in record.arrivals}
@@ -82,8 +83,8 @@ def _described(request: EngineCoreRequest) -> str:
 class _History:
     """A request, and its outputs so far."""
 
-    def __init__(self) -> None:
-        self._num_outputs = 0
+    def __init__(self, num_outputs: int = 0) -> None:
+        self._num_outputs = num_outputs
         self._is_over = False
 
     def lines(self, event: Event, request_id: str) -> Iterator[str]:

@@ -21,6 +21,7 @@ from hardpoint.journal.frames import JournalError, JournalReader
 from hardpoint.journal.playing import Player
 from hardpoint.journal.records import Event, Failure, JournalHeader, Keyframe, Result
 from hardpoint.journal.replay import JournalFile, replay
+from hardpoint.journal.writer import RingWriter
 from hardpoint.plugins import ModelRunnerOutput, Options, SchedulerOutput, StatSink
 from hardpoint.simulation import read_mooncake, read_trace
 from hardpoint.simulation.traces import TraceError
@@ -50,6 +51,27 @@ def test_the_history_of_a_request(tmp_path, scripted):
     assert lines[-1].endswith("ends: length")
     with pytest.raises(JournalError, match=r"no request has the id 'none'; it has \S+ \(length\)$"):
         list(JournalFile(tmp_path / "journal").request("none"))
+
+
+def test_a_history_from_a_keyframe_on_has_the_same_outputs(tmp_path, scripted, monkeypatch):
+    monkeypatch.setattr(RingWriter, "is_due", True)  # a keyframe after each event
+    path, part = tmp_path / "journal", tmp_path / "part"
+    tables = {"engine": {"journal": str(path), "journal_ring": True}}
+    with LLM(config=scripted_config(scripted, tables)) as llm:
+        (output,) = llm.generate([[7] * 20], GREEDY)
+    outputs = [f"output {n} is {token}" for n, token in enumerate(output.outputs[0].token_ids)]
+    lengths = {
+        place: len(record.live[0].output_token_ids)
+        for place, record in enumerate(records_of(path))
+        if isinstance(record, Keyframe) and record.live
+    }
+    assert {0, 11} <= set(lengths.values())
+    for place, length in lengths.items():
+        header, *records = records_of(path)
+        write_records(part, [header, *records[place - 1 :]])
+        lines = JournalFile(part).request(output.request_id)
+        shown = [line.partition(": ")[2] for line in lines if ": output" in line]
+        assert shown == outputs[length:]
 
 
 def test_an_unknown_id_lists_failed_requests_first(tmp_path, scripted):

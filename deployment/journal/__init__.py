@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.process.build import OpenRemoteClient
 from hardpoint.process.client.base import RemoteClient
 from hardpoint.process.client.process_client import EngineStart, Sink
@@ -35,11 +36,7 @@ def with_journal(
     """
     if config.engine.journal is None:
         return open_client
-    parallel = config.parallel
-    if parallel.spreads_experts or parallel.join_address is not None:
-        why = "share experts (parallel.expert)"
-        if not parallel.spreads_experts:
-            why = "join from elsewhere (parallel.join_address)"
+    if (why := _why_none(config.parallel)) is not None:
         raise ConfigError(
             config_sources.locate(
                 f"engine.journal: expected none, because engines that {why} follow more than the "
@@ -53,6 +50,17 @@ def with_journal(
         return open_client(dataclasses.replace(start, inputs=_INPUTS), sink, process, plugins)
 
     return opened
+
+
+def _why_none(parallel: ParallelConfig) -> str | None:
+    """Return why engines cannot record; None if they can."""
+    if parallel.spreads_experts:
+        return "share experts (parallel.expert)"
+    if parallel.ray is not None:
+        return "run on Ray (parallel.ray)"
+    if parallel.join_address is not None:
+        return "join from elsewhere (parallel.join_address)"
+    return None
 
 
 def inputs_of(config: EngineConfig) -> OpenInputs | None:

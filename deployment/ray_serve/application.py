@@ -64,7 +64,8 @@ def bound(
     """Return the two deployments, bound to each other.
 
     Raises:
-        ConfigError: the configuration sets the number of engines, or where they are.
+        ConfigError: the configuration sets the number of engines, or where they are, or it has a
+            journal.
     """
     if config.parallel.data != 1:
         raise ConfigError(
@@ -77,6 +78,11 @@ def bound(
                 f"parallel.{name}: expected none on Ray Serve, which has all engines, got "
                 f"{msgspec.to_builtins(value)!r}"
             )
+    if (journal := config.engine.journal) is not None:
+        raise ConfigError(
+            "engine.journal: expected none on Ray Serve, because engines in its replicas do not "
+            f"record, got {journal!r}"
+        )
     settings = IngressSettings(
         config=msgspec.to_builtins(config),
         config_sources=dict(config_sources.by_path),

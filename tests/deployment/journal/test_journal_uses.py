@@ -415,17 +415,18 @@ def test_a_request_with_a_callable_is_refused(tmp_path, scripted):
     assert replay(path).tokens == 4
 
 
-def test_engines_that_follow_others_have_no_journal(tmp_path, scripted):
-    config = scripted_config(
-        scripted,
-        {
-            "engine": {"journal": str(tmp_path / "journal")},
-            "parallel": {"data": 2, "expert": True},
-        },
-    )
-    expected = (
-        r"engine\.journal: expected none, because engines that share experts .* got '.*journal'"
-    )
+@pytest.mark.parametrize(
+    ("parallel", "why"),
+    [
+        ({"expert": True}, "share experts"),
+        ({"local": 1, "join_address": "tcp://127.0.0.1:0"}, "join from elsewhere"),
+        ({"ray": {}}, r"run on Ray \(parallel.ray\)"),
+    ],
+)
+def test_engines_that_follow_others_have_no_journal(tmp_path, scripted, parallel, why):
+    journal = {"engine": {"journal": str(tmp_path / "journal")}}
+    config = scripted_config(scripted, journal | {"parallel": {"data": 2, **parallel}})
+    expected = rf"engine\.journal: expected none, because engines that {why} .* got '.*journal'"
     with pytest.raises(ConfigError, match=expected):
         LLM(config=config)
 

@@ -100,12 +100,23 @@ def test_the_builder_of_serve_run_takes_names_and_values(ray_serve, tmp_path):
     assert isinstance(app({"config": path, "max_engines": "4"}), ray_serve.Application)
     with pytest.raises(ConfigError, match="app.max_engines: expected .* >= 1, got 0"):
         app({"config": path, "max_engines": "0"})
-    write_config(tmp_path, folder, "parallel.data = 2")
-    with pytest.raises(ConfigError, match="parallel.data: expected 1 on Ray Serve, .* got 2"):
-        app({"config": path})
-    write_config(tmp_path, folder, "parallel.ray = {}")
-    with pytest.raises(ConfigError, match="parallel.ray: expected none on Ray Serve, .* got {'ad"):
-        app({"config": path})
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("parallel.data = 2", "parallel.data: expected 1 on Ray Serve, .* got 2"),
+        ("parallel.ray = {}", "parallel.ray: expected none on Ray Serve, .* got {'ad"),
+        ("engine.journal = 'a'", "engine.journal: expected none on Ray Serve, .* got 'a'"),
+    ],
+)
+@pytest.mark.usefixtures("ray_serve")
+def test_settings_of_engines_are_refused_on_ray_serve(tmp_path, line, words):
+    from hardpoint.ray_serve import app
+
+    write_config(tmp_path, write_scripted_model(tmp_path / "model"), line)
+    with pytest.raises(ConfigError, match=words):
+        app({"config": str(tmp_path / "hardpoint.toml")})
 
 
 @pytest.mark.usefixtures("ray_serve")

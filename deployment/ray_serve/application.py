@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -160,7 +162,7 @@ def serve(
     """Serve a model by Ray Serve until SIGINT or SIGTERM; return the exit code.
 
     Joins the cluster that RAY_ADDRESS names or that runs on this machine; without one, starts one
-    here, and ends it as well.
+    here, and ends it as well. However it ends, the application is deleted.
 
     Args:
         application: makes the ASGI application.
@@ -170,30 +172,37 @@ def serve(
 
     Raises:
         ConfigError: an option or the configuration is wrong.
+        HardpointError: Serve cannot start it.
+        KeyboardInterrupt: a signal comes before it serves.
     """
     options = options_of(ray_options, "--ray")
     made = bound(config, config_sources, application, options)
     ended = threading.Event()
     ray.init(log_to_driver=announces, configure_logging=False)
-    for number in (signal.SIGINT, signal.SIGTERM):  # which Ray has set to end the program at once
-        signal.signal(number, lambda *_: ended.set())
-    try:
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(ray.shutdown)
+        _on_signals(signal.default_int_handler)  # Ray's own handlers end the program at once
         ran_before = bool(ray_serve.status().proxies)
         if not ran_before:
+            cleanup.callback(ray_serve.shutdown)
             ray_serve.start(http_options=dict(zip(("host", "port"), address, strict=True)))
+        cleanup.callback(ray_serve.delete, options.name)
+        cleanup.callback(_on_signals, lambda *_: None)
         try:
             ray_serve.run(made, name=options.name, route_prefix="/")
         except RuntimeError as error:  # Serve's only kind, with the reason as text
             raise HardpointError(f"Ray Serve: {error}") from error
+        _on_signals(lambda *_: ended.set())
         if announces:
             where = "where Ray Serve of this cluster listens already"
             if not ran_before:
                 where = f"at http://{address[0]}:{address[1]}"
             print(f"Serving {config.model} {where}", flush=True)
         ended.wait()
-        ray_serve.delete(options.name)
-        if not ran_before:
-            ray_serve.shutdown()
-    finally:
-        ray.shutdown()
     return 0
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> None:
+    """Call a handler for the signals that end the program."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)

@@ -249,23 +249,24 @@ def test_streams_go_on_when_the_other_node_is_killed(served, expected, nodes):
     assert app.text(0, prompts[0]) == expected(prompts)[0]
 
 
+def serving(folder, model, **options):
+    """Start `hardpoint serve --on ray`; return its process."""
+    write_config(folder, model, 'server.served_names = ["scripted"]')
+    program = [sys.executable, "-m", "hardpoint", "serve", "--on", "ray"]
+    for name, value in {"engine_cpus": 0, "ingress_cpus": 0, **options}.items():
+        program += ["--ray", f"{name}={value}"]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=folder)
+
+
 @pytest.mark.usefixtures("nodes")
 def test_the_command_serves_until_a_signal(model, port, expected, tmp_path):
-    settings = [
-        f"{key}={value}"
-        for key, value in {
-            "engine_cpus": 0,
-            "ingress_cpus": 0,
-            "engine_resources": '{"engine": 1}',
-            "ingress_resources": '{"ingress": 1}',
-            "name": "by-command",
-        }.items()
-    ]
-    write_config(tmp_path, model, 'server.served_names = ["scripted"]')
-    program = [sys.executable, "-m", "hardpoint", "serve", "--on", "ray"]
-    for setting in settings:
-        program += ["--ray", setting]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    process = serving(
+        tmp_path,
+        model,
+        engine_resources='{"engine": 1}',
+        ingress_resources='{"ingress": 1}',
+        name="by-command",
+    )
     try:
         line = process.stdout.readline()
         assert line == f"Serving {model} where Ray Serve of this cluster listens already\n"
@@ -274,6 +275,20 @@ def test_the_command_serves_until_a_signal(model, port, expected, tmp_path):
         process.send_signal(signal.SIGTERM)
         code = process.wait(PATIENCE_S)
     assert code == 0
+
+
+@pytest.mark.usefixtures("port")
+def test_a_signal_ends_a_start_without_resources(model, tmp_path):
+    from ray import serve
+
+    process = serving(tmp_path, model, engine_resources='{"none": 1}', name="waiting")
+    try:
+        wait_until(lambda: "waiting" in serve.status().applications, PATIENCE_S)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(PATIENCE_S)
+    assert code == 130
+    assert serve.status().applications == {}
 
 
 def test_the_example_deploys_asks_and_deletes(model, port, tmp_path):

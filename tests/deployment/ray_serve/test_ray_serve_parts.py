@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.metadata
+import os
 import pickle
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from support.scripted_folder import write_config
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.on_ray import check_for_ray, named_values
 from hardpoint.errors import EngineDeadError
-from hardpoint.plugins import ConfigError
+from hardpoint.plugins import ConfigError, HardpointError
 from hardpoint.testing import ScriptedClock, write_scripted_model
 
 NEEDED = r"hardpoint.ray_serve: expected ray\[serve\]>=2.60,<2.61, for request routers change"
@@ -117,6 +119,63 @@ def test_settings_of_engines_are_refused_on_ray_serve(tmp_path, line, words):
     write_config(tmp_path, write_scripted_model(tmp_path / "model"), line)
     with pytest.raises(ConfigError, match=words):
         app({"config": str(tmp_path / "hardpoint.toml")})
+
+
+class Cluster:
+    """Ray and Ray Serve; notes what the application starts and ends."""
+
+    def __init__(self, ran_before, failure):
+        self.calls = []
+        self._proxies, self._failure = ran_before and {"node": "HEALTHY"}, failure
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self.calls.append(name)
+
+    def status(self):
+        return SimpleNamespace(proxies=self._proxies)
+
+    def run(self, *_, **__):
+        self.calls.append("run")
+        if isinstance(self._failure, Exception):
+            raise self._failure
+        os.kill(os.getpid(), self._failure)
+        pytest.fail("the signal did not end the start")
+
+    def delete(self, name):
+        os.kill(os.getpid(), signal.SIGTERM)  # the cleanup goes on
+        self.calls.append(f"delete {name}")
+
+
+@pytest.mark.usefixtures("ray_serve")
+@pytest.mark.parametrize("ran_before", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, KeyboardInterrupt),
+        (RuntimeError("no room"), HardpointError),
+    ],
+)
+def test_a_start_that_ends_leaves_nothing(monkeypatch, ran_before, failure, raised):
+    from hardpoint.ray_serve import application
+
+    cluster = Cluster(ran_before, failure)
+    monkeypatch.setattr(
+        application, "ray", SimpleNamespace(init=cluster.init, shutdown=cluster.end)
+    )
+    monkeypatch.setattr(application, "ray_serve", cluster)
+    monkeypatch.setattr(application, "bound", lambda *_: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(raised):
+            application.serve(None, None, None, {"name": "llm"}, ("127.0.0.1", 8000))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    middle = ["run", "delete llm"]
+    if not ran_before:
+        middle = ["start", *middle, "shutdown"]
+    assert cluster.calls == ["init", *middle, "end"]
 
 
 @pytest.mark.usefixtures("ray_serve")

@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishReason,
     HardpointError,
 )
 from hardpoint.plugins.config import ConfigSources
@@ -38,6 +39,8 @@ from .router import Address
 
 _REPORT_WAIT_S = 0.5
 _RETRY_S = 0.005
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+"""Of requests whose prompt was computed, also if they have no token, as pooling requests."""
 _DEAD_FOR_S = 30.0
 """After which an engine that died and was not opened again makes its replica unhealthy."""
 
@@ -142,9 +145,12 @@ class EngineReplica:
         for output in item.outputs:
             if (run := self._runs.get(output.request_id)) is not None:
                 by_run.setdefault(run, EngineCoreOutputs()).outputs.append(output)
-                if output.new_token_ids or output.finished:
+                if output.new_token_ids or output.finish_reason in _COMPLETE:
                     self._work.computed(output.request_id)
+                elif output.finished:
+                    self._work.remove(output.request_id)
         for request_id in item.finished_requests or ():
+            self._work.remove(request_id)
             if (run := self._runs.get(request_id)) is not None:
                 part = by_run.setdefault(run, EngineCoreOutputs())
                 part.finished_requests = {*(part.finished_requests or ()), request_id}
@@ -209,6 +215,7 @@ class EngineReplica:
     async def abort(self, _: Address, request_ids: list[str]) -> None:
         """End some requests of a call; the others go on."""
         for request_id in request_ids:
+            self._work.remove(request_id)
             if (run := self._runs.get(request_id)) is not None:
                 run.put(EngineCoreOutputs(finished_requests={request_id}))
         if self._client is not None:

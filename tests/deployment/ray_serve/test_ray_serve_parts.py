@@ -17,7 +17,16 @@ from support.scripted_folder import write_config
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.on_ray import check_for_ray, named_values
 from hardpoint.errors import EngineDeadError
-from hardpoint.plugins import ConfigError, HardpointError
+from hardpoint.host.registry.discovery import installed_version
+from hardpoint.plugins import (
+    ConfigError,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    HardpointError,
+    SamplingParams,
+)
 from hardpoint.testing import ScriptedClock, write_scripted_model
 
 NEEDED = r"hardpoint.ray_serve: expected ray\[serve\]>=2.60,<2.61, for request routers change"
@@ -197,6 +206,81 @@ def test_prompt_work_is_tokens_over_the_measured_rate():
     work.remove("b")
     work.computed("unknown")
     assert work.waiting_seconds == pytest.approx(2)
+
+
+async def waiting_after(item, clock):
+    """Return the work that waits at a replica, after a first prompt and an end of another."""
+    from hardpoint.ray_serve.engine import EngineReplica
+    from hardpoint.ray_serve.messages import EngineLaunch, encoded
+
+    async def read(*names):
+        requests = [
+            EngineCoreRequest(request_id=name, prompt_token_ids=[1] * 1000, params=SamplingParams())
+            for name in names
+        ]
+        return [frames async for frames in replica.run(None, encoded(requests))]
+
+    replica = EngineReplica()
+    launch = EngineLaunch(installed_version(), {"model": "m"}, {}, None, "INFO", 0, None, False)
+    await replica.open(None, launch)
+    first = asyncio.create_task(read("first"))
+    await asyncio.sleep(0)
+    clock.advance(2)
+    StubClient.sink(outputs_of("first", new_token_ids=[1], finish_reason=FinishReason.STOP))
+    await first
+    others = asyncio.create_task(read("a", "b"))
+    await asyncio.sleep(0)
+    if isinstance(item, EngineCoreOutputs):
+        StubClient.sink(item)
+    else:
+        await replica.abort(None, item)
+    await asyncio.sleep(0)
+    stats = await replica.record_autoscaling_stats()
+    others.cancel()
+    return stats["waiting_seconds"]
+
+
+def outputs_of(request_id, **fields):
+    return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=request_id, **fields)])
+
+
+class StubClient:
+    """The client of an engine process that runs nothing."""
+
+    ready = pid = None
+
+    def __init__(self, start, sink):
+        StubClient.start, StubClient.sink = start, staticmethod(sink)
+
+    def offer_requests(self, requests):
+        return lambda: True
+
+    def abort_requests(self, request_ids):
+        pass
+
+
+@pytest.mark.usefixtures("ray_serve")
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (outputs_of("a", new_token_ids=[1]), 1),  # 2000 tokens in 2 seconds
+        (outputs_of("a", finish_reason=FinishReason.STOP), 1),  # pooling
+        (outputs_of("a", finish_reason=FinishReason.ERROR), 2),  # 1000 tokens in 2 seconds
+        (outputs_of("a", finish_reason=FinishReason.TIMEOUT), 2),
+        (EngineCoreOutputs(finished_requests={"a"}), 2),
+        (["a"], 2),
+    ],
+    ids=["token", "pooling", "error", "timeout", "rejected", "aborted"],
+)
+def test_prompts_of_failed_requests_are_not_computed(monkeypatch, item, expected):
+    from hardpoint.ray_serve import engine
+    from hardpoint.ray_serve.prompt_work import PromptWork
+
+    clock = ScriptedClock()
+    monkeypatch.setattr(engine, "PromptWork", lambda: PromptWork(clock))
+    monkeypatch.setattr(engine, "ProcessClient", StubClient)
+    monkeypatch.delattr(engine.EngineReplica, "__del__")  # a coroutine, for Serve
+    assert asyncio.run(waiting_after(item, clock)) == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("ray_serve")

@@ -84,7 +84,7 @@ class SimulatedClient:
             self._index.remove_engine(engine.rank)
         self._refresh()
         for entry in self._ledger.of(replica):
-            self._leave(entry)
+            entry.leave()
             entry.num_moves += 1
             self._place(entry)
 
@@ -125,13 +125,10 @@ class SimulatedClient:
         self._sessions.note(request, replica.rank)
         entry.send_to(replica, _VERSION)
         self._measures.count_in_flight(replica.rank, 1, self._clock())
-        sent = entry.resumed() if entry.num_moves else request
-        self._engines[replica.rank].submit(sent)
-
-    def _leave(self, entry: Entry) -> None:
-        if entry.replica is not None:
-            self._measures.moved(entry.replica.rank, self._clock())
-            entry.leave()
+        if entry.num_moves:
+            self._measures.moved()
+            request = entry.resumed()
+        self._engines[replica.rank].submit(request)
 
 
 class _NoControlCalls:

@@ -62,10 +62,9 @@ class Measures:
         """Note the real time of a decision."""
         self._decisions.append(seconds)
 
-    def moved(self, rank: int, now: float) -> None:
-        """Note that a request leaves an engine that has died."""
+    def moved(self) -> None:
+        """Note that a request of an engine that has died goes on at another one."""
         self.num_moves += 1
-        self._load.change(rank, -1, now)
 
     def set_engines(self, ranks: Collection[int], now: float) -> None:
         """Note which engines serve."""

@@ -127,7 +127,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
         unfinished: those that have not ended, because no engine is left.
         refusals: how often each error came, the text of the first one by its kind.
         moved: how often a request went on at another engine.
-        virtual_seconds: from the first request to the last output.
+        virtual_seconds: from the start of the trace, which is 0 on the clock, to the last output.
         steps: number of steps, of all engines together.
         preemptions: number of preemptions, of all engines together.
         prompt_tokens: tokens of the prompts that were begun.

@@ -280,6 +280,15 @@ class TestEngines:
         assert (report.finished, report.unfinished) == (2, 0)
         assert report.ttft.p99 > 2.9
 
+    def test_a_request_moves_once_another_engine_has_it(self, open_fleet, request_at):
+        fleet = open_fleet(1)
+        fleet.at(0.055, lambda: fleet.lose_engine(0))
+        report = fleet.run([request_at(0, 0, output=20)])
+        assert (report.moved, report.unfinished) == (0, 1)
+        fleet.at(5.0, fleet.add_engine)
+        report = fleet.run([request_at(6.0, 1)])
+        assert (report.moved, report.finished) == (1, 2)
+
 
 class TestPlugins:
     def test_a_balancer_by_its_class(self, open_fleet, request_at, seen):

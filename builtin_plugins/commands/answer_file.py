@@ -75,6 +75,7 @@ class AnswerFile:
         self._failed: set[int] = set()
         self._end = 0
         self._held: list[int] = []
+        self._is_locked = False
         self._fd = self._open()
         try:
             self._lock(self._fd)
@@ -113,6 +114,7 @@ class AnswerFile:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                self._is_locked = True
                 return
         except (BlockingIOError, FileNotFoundError):
             pass
@@ -252,12 +254,12 @@ class AnswerFile:
 
     def close(self) -> None:
         """Close the file, which releases its lock; remove it if it is new and empty."""
-        if self._is_new and self._held and not os.fstat(self._fd).st_size:
+        if self._is_new and self._is_locked and not os.fstat(self._fd).st_size:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         for fd in self._held:
             os.close(fd)
-        self._held = []
+        self._held, self._is_locked = [], False
 
 
 def _is_half_an_answer(line: bytes) -> bool:

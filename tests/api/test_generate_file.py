@@ -308,6 +308,14 @@ class TestResume:
             message = "--output: 'a.jsonl' is in use by another process"
             assert error("p.jsonl", "--output", "a.jsonl") == message
 
+    def test_a_new_file_of_another_process_stays(self, here, monkeypatch):
+        """Both found no file; the other process locked the one that it made."""
+        with open("a.jsonl", "w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            monkeypatch.setattr(os.path, "exists", lambda _: False)
+            assert "in use by another process" in error("p.jsonl", "--output", "a.jsonl")
+        assert Path("a.jsonl").is_file()
+
 
 @pytest.mark.parametrize(
     ("columns", "term", "drawn"),

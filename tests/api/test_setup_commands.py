@@ -57,6 +57,27 @@ def test_all_errors_at_once(folder, monkeypatch, capsys):
     assert "load.us: unknown field (did you mean 'use'?)" in err
 
 
+@pytest.mark.parametrize(
+    ("text", "indices"),
+    [
+        ('["nonexistent_x", 5]', [1, 0]),
+        ('["nowhere", "json", 5, "neither", {name = "x"}, 6]', [2, 4, 5, 0, 3]),
+    ],
+)
+def test_each_wrong_item_of_a_list_is_named(folder, capsys, text, indices):
+    (folder / "hardpoint.toml").write_text(f"plugins.enable = {text}\n")
+    assert main(["config", "check"]) == 2
+    found = re.findall(r"error: plugins\.enable\[(\d+)\]", capsys.readouterr().err)
+    assert [int(index) for index in found] == indices
+
+
+def test_a_value_that_is_set_twice(folder, monkeypatch, capsys):
+    monkeypatch.setenv("HARDPOINT__SCHEDULER__POLICY", "fair")
+    monkeypatch.setenv("HARDPOINT__scheduler__POLICY", "fcfs")
+    assert main(["config", "check"]) == 2
+    assert "scheduler.policy: set twice, by HARDPOINT__SCHEDULER__P" in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_toml_and_the_rest(folder, capsys):
     (folder / "hardpoint.toml").write_text("[scheduler\n")
     assert main(["config", "check", "--set", "seed=x"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import os
 import re
@@ -39,6 +40,8 @@ _VARIABLES = (
 _OTHERS = "HARDPOINT_TEST_"  # of test suites
 _PATH = re.compile(r"[A-Za-z_][\w/-]*(?:\.[\w/-]+|\[\d+\])*(?=: )")
 _STEP = re.compile(r"\[(\d+)\]|([\w/-]+)")
+_INDEX = re.compile(r"\[\d+\]")
+_Steps = tuple[str | int, ...]
 
 
 def find_errors(
@@ -101,7 +104,7 @@ class _Kept:
 
 def _messages(builder: ConfigBuilder, problem: Sequence[HardpointError]) -> Iterator[str]:
     """Yield the errors of a builder's values; remove each wrong value after its error."""
-    removed: dict[str, int] = {}
+    removed: dict[_Steps, list[int]] = {}
     check: Callable[[EngineConfig, ConfigSources], object]
     for check in (lambda *_: None, resolve_plugins):
         while True:
@@ -111,24 +114,32 @@ def _messages(builder: ConfigBuilder, problem: Sequence[HardpointError]) -> Iter
                 message = str(error)
             else:
                 break
-            match = _PATH.match(message)
-            steps = [int(i) if i else name for i, name in _STEP.findall(match[0] if match else "")]
-            yield message if match is None else _renumbered(message, match[0], removed)
-            if not builder.discard(steps):
+            path = match[0] if (match := _PATH.match(message)) else ""
+            steps = tuple(int(i) if i else name for i, name in _STEP.findall(path))
+            original = _original(steps, removed)
+            indices = [step for step in original if isinstance(step, int)]
+            yield _INDEX.sub("[{}]", path).format(*indices) + message[len(path) :]
+            depth = builder.discard(steps)
+            if not depth:
                 return
+            if isinstance(index := original[depth - 1], int):
+                bisect.insort(removed.setdefault(original[: depth - 1], []), index)
     yield from (str(error) for error in problem if not removed and not _PATH.match(str(error)))
 
 
-def _renumbered(message: str, path: str, removed: dict[str, int]) -> str:
-    """Return a message with its index corrected for items of a list that were removed before."""
-    start, bracket, rest = path.partition("[")
-    if not bracket:
-        return message
-    index, _, below = rest.partition("]")
-    shift = removed.get(start, 0)
-    if not below:
-        removed[start] = shift + 1
-    return f"{start}[{int(index) + shift}]{below}{message[len(path) :]}"
+def _original(steps: _Steps, removed: Mapping[_Steps, Sequence[int]]) -> _Steps:
+    """Return a path as it was before items of lists were removed.
+
+    Args:
+        removed: indices that the removed items had at first, in order, by the path of their list.
+    """
+    original: _Steps = ()
+    for step in steps:
+        if isinstance(step, int):
+            for index in removed.get(original, ()):
+                step += index <= step
+        original += (step,)
+    return original
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:

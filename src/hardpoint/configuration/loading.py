@@ -218,10 +218,11 @@ class ConfigBuilder:
         self._type = type_
         self._tree: dict[str, Any] = {}
         self._config_sources: dict[str, str] = {}
+        self._variables: dict[str, str] = {}
 
     def add_environment(self, environ: Mapping[str, str]) -> None:
         """Add the variables that start with `HARDPOINT__`; `__` goes one level down."""
-        names: dict[str, str] = {}
+        names = self._variables  # also those of earlier calls
         for name in sorted(environ):
             if name.startswith(PREFIX):
                 steps = _steps_of_variable(name)
@@ -280,19 +281,19 @@ class ConfigBuilder:
                 message += hint or _declarer_of(unknown[0])
             raise ConfigError(config_sources.locate(message)) from None
 
-    def discard(self, steps: Sequence[str | int]) -> bool:
-        """Remove the innermost value on a path; return whether there was one."""
+    def discard(self, steps: Sequence[str | int]) -> int:
+        """Remove the innermost value on a path; return the number of its steps, 0 without one."""
         holder: Any = None
-        key: str | int = ""
         value: Any = self._tree
+        depth = 0
         for step in steps:
             if not _has(value, step):
                 break
-            holder, key, value = value, step, value[step]
-        if holder is None:
-            return False
-        del holder[key]
-        return True
+            holder, value = value, value[step]
+            depth += 1
+        if depth:
+            del holder[steps[depth - 1]]
+        return depth
 
     def put(self, steps: Sequence[str], value: Any, origin: str) -> None:
         """Set a value; a table is merged into the current one, key by key."""

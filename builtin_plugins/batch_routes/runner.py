@@ -116,6 +116,7 @@ class BatchRun:
         self._kept_at = 0.0
         self._room = 0  # reserved bytes that no answer has yet
         self._is_full = False
+        self._number = 1  # of the line that was read last
         self._keeping, self._writing = asyncio.Lock(), asyncio.Lock()
 
     async def run(self) -> None:
@@ -156,12 +157,12 @@ class BatchRun:
                 if len(problems) == _MOST_ERRORS or total > self._options.requests:
                     break
         except RequestError as wrong:  # of the file as a whole
-            problems.append(LineError("invalid_file", str(wrong), None, total + 1))
+            problems.append(LineError("invalid_file", str(wrong), None, self._number))
         except Exception as error:  # which would come again after each restart
             _log.exception("batch %s fails, because its lines cannot be read", self._place.id)
             message = f"{self._name}: the lines after {total} requests cannot be read: "
             message += f"{type(error).__name__}: {error}"
-            problems.append(LineError("server_error", message, None, total + 1))
+            problems.append(LineError("server_error", message, None, self._number))
         if not total and not problems:
             message = f"{self._name}: expected a request per line, got none"
             problems.append(LineError("empty_file", message, None, 1))
@@ -188,6 +189,7 @@ class BatchRun:
         with self._place.path("in").open("rb") as file:
 
             def next_of(number: int) -> bytes:
+                self._number = number
                 return next_line(file, self._name, number)
 
             for number, text in texts(next_of, self._name):

@@ -330,12 +330,19 @@ class TestLines:
         }
         assert len(digests) == 6
 
-    def test_wrong_lines_do_not_take_ids(self):
+    @pytest.mark.parametrize("methods", [("GET", "POST"), ("POST", "GET"), ("GET", "GET")])
+    def test_a_wrong_line_has_an_id_of_its_own(self, methods):
+        """Else --resume would find the answer to one line under the id of the other one."""
+        first, second = (json.dumps(line("a", method=method)) for method in methods)
         reader = BatchReader("f", "m")
-        assert reader.read(1, json.dumps(line("a", method="GET"))).problem
-        assert reader.read(2, json.dumps(line("a"))).problem is None
-        with pytest.raises(RequestError, match=r"f:3: custom_id: expected a new one, got 'a'"):
-            reader.read(3, json.dumps(line("a")))
+        reader.read(1, first)
+        with pytest.raises(RequestError, match=r"f:2: custom_id: expected a new one, got 'a'"):
+            reader.read(2, second)
+
+    def test_lines_without_an_id_are_not_at_odds(self):
+        reader = BatchReader("f", "m")
+        problems = [reader.read(n, text).problem for n, text in enumerate(["{", "{", "{}"], 1)]
+        assert [problem.line for problem in problems] == [1, 2, 3]
 
     @pytest.mark.parametrize(
         ("text", "found"),

@@ -100,7 +100,7 @@ class BatchReader:
         """Return a line; a wrong line has a `problem`.
 
         Raises:
-            RequestError: an earlier line has the same `custom_id`, or another `url`.
+            RequestError: an earlier line, wrong or not, has the same `custom_id`, or another `url`.
         """
         fields: Mapping[str, msgspec.Raw] = {}
         try:
@@ -109,8 +109,10 @@ class BatchReader:
         except _WrongFieldError as wrong:
             message = f"{self._name}:{number}: {wrong}"
             problem = LineError(wrong.code, message, wrong.param, number)
-            digest = _digest(text, self._model)
-            return BatchLine(number, _custom_id(fields), "", b"", digest, problem)
+            digest, named = _digest(text, self._model), _custom_id(fields)
+            if named is not None:
+                self._ids.add(number, named)
+            return BatchLine(number, named, "", b"", digest, problem)
         self._check_file(number, custom_id, url)
         digest = _digest(custom_id, url, body, self._model)
         return BatchLine(number, custom_id, url, body, digest)

@@ -285,6 +285,11 @@ class TestBatches:
             ([line(0), b"{\n"], "invalid_json_line", ":2: expected a line of JSON"),
             ([line(0), line(0)], "invalid_file", ":2: custom_id: expected a new one, got 'r0'"),
             (
+                [line(0), b"\n \n", line(0)],
+                "invalid_file",
+                ":4: custom_id: expected a new one, got 'r0'",
+            ),
+            (
                 [line(0, CHAT)],
                 "mismatched_url",
                 ":1: url: expected '/v1/completions', the endpoint",
@@ -294,7 +299,7 @@ class TestBatches:
             ([b"\n"], "empty_file", ": expected a request per line, got none"),
             ([b"\xff\n"], "invalid_file", ":1: expected UTF-8"),
         ],
-        ids=["json", "twice", "endpoint", "route", "path", "empty", "bytes"],
+        ids=["json", "twice", "after-blanks", "endpoint", "route", "path", "empty", "bytes"],
     )
     def test_a_file_with_wrong_lines_fails(self, client, lines, code, message):
         batch = ended(client, begin(client, lines))
@@ -302,6 +307,8 @@ class TestBatches:
         (error,) = batch.errors.data
         assert error.code == code
         assert message in error.message
+        if (number := message.split(":")[1]).isdecimal():
+            assert error.line == int(number)
 
     def test_a_file_that_cannot_be_checked_fails(self, client, monkeypatch):
         def read(reader, number, text):

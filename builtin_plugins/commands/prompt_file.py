@@ -70,7 +70,7 @@ class LineFile:
         self.name = "standard input" if path == "-" else path
         self._peeked: list[bytes] = []
         try:
-            self._file: BinaryIO = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
+            self._file: BinaryIO = _standard_input() if path == "-" else open(path, "rb")  # noqa: SIM115
             self._owns_file = path != "-"
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -82,9 +82,10 @@ class LineFile:
         self._start = self._file.tell() if self.is_regular else 0
 
     def close(self) -> None:
-        """Close the file; standard input stays open."""
+        """Close the file; standard input stays open. A thread may still wait for a line."""
         if self._owns_file:
-            self._file.close()
+            raw = getattr(self._file, "raw", self._file)  # has no lock that the thread may hold
+            raw.close()
 
     def peek(self) -> str:
         """Return the first line that is not blank; empty if there is none. `texts` has it, too.
@@ -120,6 +121,17 @@ class LineFile:
             return next_line(self._file, self.name, number)
         except OSError as error:  # a folder, for one
             raise RequestError(f"--file: {self.name!r} cannot be read: {error.strerror}") from None
+
+
+def _standard_input() -> BinaryIO:
+    """Return standard input as a file of its own.
+
+    The interpreter closes `sys.stdin` at its end, and fails if a thread waits for a line of it.
+    """
+    try:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except io.UnsupportedOperation:  # a stand-in for standard input
+        return sys.stdin.buffer
 
 
 class PromptFile:

@@ -232,7 +232,7 @@ def _run(model: Generator, batch: _Batch, chance: random.Random) -> None:
             params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
             yield {"prompt_token_ids": prompt}, params
 
-    for _, output in model.generate_unordered(requests()):
+    for _, output in model.generate_unordered(list(requests())):
         if isinstance(output, Exception):
             raise output
 

@@ -235,8 +235,9 @@ class LLM(ShownModel, SyncCaller, metaclass=ModelClass):
     ) -> Iterator[tuple[int, RequestOutput | RequestError]]:
         """Complete any number of prompts; yield each output once it is finished.
 
-        Prompts are taken from the iterable when the engine has room for them. Leaving the loop
-        early aborts those that run.
+        Prompts are taken from the iterable when the engine has room for them; unless it is a list
+        or a tuple, in a thread, so that a slow iterable delays no output. Leaving the loop early
+        aborts those that run.
 
         Args:
             requests: prompts with their parameters; None is the model's recommendation.

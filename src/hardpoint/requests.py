@@ -434,13 +434,21 @@ class OpenCalls:
             As `outputs`; but of a rejected request, its output is returned.
         """
         while not waiting:
-            with self._engine.lock:
-                if not waiting:  # else another thread has stepped in the meantime
-                    self._step()
+            self.step(waiting)
         output = waiting.popleft()
         if isinstance(output, Exception):
             raise output
         return output
+
+    def step(self, waiting: Outputs) -> None:
+        """Step the engine once, unless another thread has done so for the outputs of a call.
+
+        Raises:
+            As `outputs`.
+        """
+        with self._engine.lock:
+            if not waiting:
+                self._step()
 
     def _step(self) -> None:
         """Step the engine; give each call its outputs, or the error that ended its requests."""

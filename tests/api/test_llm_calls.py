@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import threading
 
 import pytest
 from support.internals import open_calls_of
@@ -50,6 +52,48 @@ class TestUnordered:
             assert len(taken) == 8
             outputs.close()
             assert live(llm) == 0
+
+    @pytest.mark.parametrize("in_process", [True, False])
+    def test_a_slow_iterable_delays_no_output(self, scripted, in_process):
+        answered = threading.Event()
+
+        def requests():
+            yield "say abc", GREEDY
+            assert answered.wait(60)
+            yield "say abc", GREEDY
+
+        config = scripted_config(scripted, {"engine": {"in_process": in_process}})
+        with LLM(config=config) as llm:
+            outputs = llm.generate_unordered(requests())
+            assert next(outputs)[0] == 0
+            answered.set()
+            assert [position for position, _ in outputs] == [1]
+
+    def test_a_late_prompt_joins_those_that_run(self, llm, monkeypatch):
+        steps, step = itertools.count(), llm.llm_engine.step
+        runs = threading.Event()
+
+        def watched():
+            if next(steps) == 3:
+                runs.set()
+            return step()
+
+        def requests():
+            yield "say abc", LONG
+            assert runs.wait(60)
+            yield "say abc", GREEDY
+
+        monkeypatch.setattr(llm.llm_engine, "step", watched)
+        assert [position for position, _ in llm.generate_unordered(requests())] == [1, 0]
+
+    def test_an_error_of_the_iterable_is_raised(self, llm):
+        def requests():
+            yield "say abc", LONG
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            list(llm.generate_unordered(requests()))
+        assert live(llm) == 0
 
     @pytest.mark.parametrize("in_process", [True, False])
     def test_a_full_scheduler_is_waited_for(self, scripted, in_process):

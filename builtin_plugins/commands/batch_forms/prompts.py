@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ class Prompts:
     ) -> None:
         """Answer prompts, with as many in a batch as the engine has room for."""
         running: dict[int, PromptLine] = {}
+        writing = threading.Lock()  # a thread of the generator takes prompts
 
         def asked() -> Iterator[tuple[Prompt, SamplingParams]]:
             position = 0
@@ -78,7 +80,8 @@ class Prompts:
                 try:
                     prompt = self._prompt(request)
                 except RequestError as error:
-                    write(request, self._answered(request, error))
+                    with writing:
+                        write(request, self._answered(request, error))
                     continue
                 running[position] = request
                 position += 1
@@ -86,7 +89,8 @@ class Prompts:
 
         for position, result in self._generator.generate_unordered(asked()):
             request = running.pop(position)
-            write(request, self._answered(request, result))
+            with writing:
+                write(request, self._answered(request, result))
 
     def _prompt(self, request: PromptLine) -> Prompt:
         if request.messages is not None:

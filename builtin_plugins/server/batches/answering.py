@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.builtin_plugins.server.application import Application
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.server import AsyncGenerator, Client
+from hardpoint.toolkit.requests.item_reader import ItemReader
 
 from .lines import BatchAnswer, BatchLine, answer_to
 
@@ -32,7 +33,7 @@ async def answer_lines(
     """Answer all lines for a client without limits of keys.
 
     Args:
-        lines: taken when the engine has room for one; taking it may block.
+        lines: taken in a thread when the engine has room for one; taking it may block.
         write: gets each answer as soon as it is there.
 
     Raises:
@@ -40,52 +41,74 @@ async def answer_lines(
         HardpointError: the configuration of the server is wrong.
     """
     app = assemble(engine, version, bound=None).users
-    open_lines = _OpenLines(app, _window(engine.config), iter(lines), write)
-    running = open_lines.running
+    reader = ItemReader(lines)
+    open_lines = _OpenLines(app, _window(engine.config), reader, write)
     try:
         open_lines.fill()
-        while running:
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        while awaited := open_lines.awaited():
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if engine.dead_error is not None:
                 raise engine.dead_error
             open_lines.end(done)
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        reader.close()
+        awaited = open_lines.awaited()
+        for future in awaited:
+            future.cancel()
+        await asyncio.gather(*awaited, return_exceptions=True)
 
 
 class _OpenLines:
-    """The lines in progress, and the lines that found no room."""
+    """The lines in progress, the line that is being read, and lines that wait for room."""
 
     def __init__(
         self,
         app: Application,
         window: int,
-        lines: Iterator[BatchLine],
+        reader: ItemReader[BatchLine],
         write: Callable[[BatchLine, BatchAnswer], None],
     ) -> None:
-        self._app, self._window, self._lines, self._write = app, window, lines, write
-        self._refused: deque[BatchLine] = deque()
+        self._app, self._window, self._reader, self._write = app, window, reader, write
+        self._waiting: deque[BatchLine] = deque()
         self._room = window
-        self.running: dict[asyncio.Task[Response], BatchLine] = {}
+        self._running: dict[asyncio.Future[Response], BatchLine] = {}
+        self._read: asyncio.Future[BatchLine | None] | None = None
+        self._is_at_end = False
+
+    def awaited(self) -> list[asyncio.Future[Any]]:
+        """Return the futures of the answers, and of the line that is being read."""
+        return [*self._running, *([] if self._read is None else [self._read])]
 
     def fill(self) -> None:
-        """Ask for the answers of more lines while there is room."""
-        while len(self.running) < self._room:
-            line = self._refused.popleft() if self._refused else next(self._lines, None)
-            if line is None:
-                return
-            if line.problem is not None:
-                self._write(line, answer_to(line))
-                continue
+        """Ask for the answers of more lines, or for a line, while there is room."""
+        while len(self._running) < self._room and self._waiting:
+            line = self._waiting.popleft()
             asking = asyncio.create_task(self._app.ask(_CLIENT, line.url, line.body))
-            self.running[asking] = line
+            self._running[asking] = line
+        has_room = len(self._running) < self._room
+        if has_room and self._read is None and not self._is_at_end:
+            self._read = asyncio.wrap_future(self._reader.ask())
 
-    def end(self, done: Iterable[asyncio.Task[Response]]) -> None:
+    def end(self, done: Collection[asyncio.Future[Any]]) -> None:
+        """Write answers and take the line that was read, then go on."""
+        if self._read is not None and self._read in done:
+            self._process_line(self._read.result())
+        self._end_answers([task for task in done if task in self._running])
+        self.fill()
+
+    def _process_line(self, line: BatchLine | None) -> None:
+        self._read = None
+        if line is None:
+            self._is_at_end = True
+        elif line.problem is not None:
+            self._write(line, answer_to(line))
+        else:
+            self._waiting.append(line)
+
+    def _end_answers(self, done: Iterable[asyncio.Future[Response]]) -> None:
         """Write answers; a line that was refused waits, unless there was nothing besides."""
-        answers = [(self.running.pop(task), task.result()) for task in done]
-        is_alone = not self.running and all(
+        answers = [(self._running.pop(task), task.result()) for task in done]
+        is_alone = not self._running and all(
             line_answer.status_code in _LATER for _, line_answer in answers
         )
         left = (
@@ -96,11 +119,10 @@ class _OpenLines:
         for line, answer in answers:
             if is_alone or answer.status_code not in _LATER:
                 self._write(line, answer_to(line, answer))
-        self._refused += left
+        self._waiting += left
         # A refusal shows how many requests there is room for; each end, that there is more.
-        self._room = len(self.running) if left else self._room + len(answers)
+        self._room = len(self._running) if left else self._room + len(answers)
         self._room = min(max(1, self._room), self._window)
-        self.fill()
 
 
 def _window(config: EngineConfig) -> int:

@@ -292,7 +292,8 @@ class Generator(Protocol):
         """Yield each prompt's whole output once it is finished, with its position.
 
         Prompts are taken from the iterable when the engine has room for them, so there may be any
-        number. A rejected prompt yields its error, and the others go on.
+        number. A thread may take them, so a slow iterable delays no output. A rejected prompt
+        yields its error, and the others go on.
         """
 
     def embed(

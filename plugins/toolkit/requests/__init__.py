@@ -1,1 +1,1 @@
-"""Requests: graceful ends, and states of plugins at another engine."""
+"""Requests: graceful ends, states of plugins at another engine, and iterables that are slow."""

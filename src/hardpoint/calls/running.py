@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,7 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import Params, RequestExtras
 from hardpoint.errors import (
-    EngineDeadError,
     HardpointError,
-    OverloadedError,
     PluginFaultError,
     RequestEndedError,
 )
@@ -26,7 +23,6 @@ from hardpoint.plugins.requests import PoolingRequestOutput, Prompt
 from hardpoint.progress import draw_outputs
 from hardpoint.requests import (
     OpenCalls,
-    Outputs,
     Request,
     check_generates,
     make_extras,
@@ -42,6 +38,7 @@ from .adapters import AdapterGroup, AsyncAdapterGroup, with_adapters, with_adapt
 from .forks import OpenRequests
 from .io_processors import Prompts
 from .streams import OutputStream, open_stream
+from .unordered import UnorderedCall
 
 if TYPE_CHECKING:
     from hardpoint.process.async_engine import AsyncEngine
@@ -123,7 +120,7 @@ class SyncRequests:
         """Complete any number of prompts; yield outputs, or errors, with their positions."""
         default = self._engine.default_sampling_params()
 
-        def request(prompt: Prompt, params: SamplingParams | None) -> Request | RequestError:
+        def prepare(prompt: Prompt, params: SamplingParams | None) -> Request | RequestError:
             final_params = with_output_kind(params or default, RequestOutputKind.FINAL_ONLY)
             try:
                 return self.images.prompt(prompt), final_params, RequestExtras()
@@ -131,8 +128,7 @@ class SyncRequests:
                 return error
 
         window = 2 * self._engine.parts.config.scheduler.max_num_seqs
-        prepared = (request(prompt, params) for prompt, params in requests)
-        return UnorderedCall(self.calls, prepared, window).outputs()
+        return UnorderedCall(self.calls, requests, prepare, window).outputs()
 
     def pool(
         self, prompts: Sequence[Any], params: Any, options: Mapping[str, Any]
@@ -200,72 +196,6 @@ class SyncRequests:
         if options.get("lora_request") is None:
             return options
         return with_adapters(self._adapters, options)
-
-
-class UnorderedCall:
-    """Any number of prompts; as many are open as the engine has room for."""
-
-    def __init__(
-        self, calls: OpenCalls, requests: Iterable[Request | RequestError], window: int
-    ) -> None:
-        """Add nothing yet.
-
-        Args:
-            requests: or the errors of those that could not be prepared.
-            window: requests that are open at the same time.
-        """
-        self._calls, self._window = calls, window
-        self._source = enumerate(requests)
-        self._held: collections.deque[tuple[int, Request]] = collections.deque()
-        """Those that were refused because too many wait."""
-        self._outputs: Outputs = collections.deque()
-        self._live: dict[str, tuple[int, Request]] = {}
-
-    def outputs(self) -> Iterator[tuple[int, RequestOutput | RequestError]]:
-        """Yield the output of each request, or why it was refused, with its position."""
-        try:
-            yield from self._fill()
-            while self._live:
-                output = self._calls.next_output(self._outputs)
-                self._calls.drop([output.request_id])
-                entry, rejected = self._live.pop(output.request_id), rejection(output)
-                if isinstance(rejected, OverloadedError):
-                    self._hold(entry, rejected)
-                    continue
-                if isinstance(rejected, RequestError):
-                    yield entry[0], rejected
-                elif rejected is None or isinstance(rejected, EngineDeadError):
-                    yield entry[0], output
-                else:
-                    raise rejected
-                yield from self._fill()
-        finally:
-            self._calls.drop(list(self._live))
-
-    def _fill(self) -> Iterator[tuple[int, RequestError]]:
-        """Add requests while there is room; yield rejected ones."""
-        while len(self._live) < self._window:
-            entry = self._held.popleft() if self._held else next(self._source, None)
-            if entry is None:
-                return
-            position, request = entry
-            if isinstance(request, RequestError):
-                yield position, request
-                continue
-            try:
-                (request_id,) = self._calls.add([request], self._outputs)
-            except OverloadedError as error:
-                self._hold((position, request), error)
-                return
-            except RequestError as error:
-                yield position, error
-            else:
-                self._live[request_id] = position, request
-
-    def _hold(self, entry: tuple[int, Request], error: OverloadedError) -> None:
-        if not self._live:
-            raise error
-        self._held.append(entry)
 
 
 class AsyncRequests:

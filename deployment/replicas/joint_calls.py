@@ -241,12 +241,12 @@ class JointCalls:
         """
         part, method, *_ = args
         key = repr(args)
-        before = {r: a for r, a in self._answered.pop(key, {}).items() if r in replicas}
-        unanswered = {replica.rank: replica for replica in replicas if replica not in before}
+        before = self._answered.pop(key, {})
+        by_rank = {replica.rank: replica for replica in replicas}
         entry = self._choice.plugins.find("step_parts", part) if isinstance(part, str) else None
 
         def merge(answers: Mapping[int, Any]) -> Any:
-            known = before | {unanswered[rank]: answer for rank, answer in answers.items()}
+            known = {by_rank[rank]: answer for rank, answer in answers.items()}
             if len(self._answered) < _MOST_REPEATED and None in known.values():
                 self._answered[key] = {r: a for r, a in known.items() if a is not None}
                 return None
@@ -258,8 +258,19 @@ class JointCalls:
             with faults_as(PluginFaultError, source, passing=(HardpointError,)):
                 return target.merge_answers(method, listed)
 
-        calls = {rank: _sent(r, "call_part", *args) for rank, r in unanswered.items()}
+        calls = {
+            replica.rank: _completed(before[replica])
+            if replica in before
+            else _sent(replica, "call_part", *args)
+            for replica in replicas
+        }
         return JointCall(calls, merge).future
+
+
+def _completed(answer: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(answer)
+    return future
 
 
 def _sent(replica: Replica, method: str, *args: Any) -> Future[Any]:

@@ -262,6 +262,25 @@ def test_a_part_that_was_done_by_an_engine_that_died_is_asked_of_its_successor(w
         second.result(0)
 
 
+@pytest.mark.parametrize("is_asked_again", [False, True])
+def test_a_part_is_done_if_the_engine_that_is_not_done_dies(world, is_asked_again):
+    group = world.group(2)
+    args = ("weight_updates", "poll", {"ticket": 7})
+    first = group.call("call_part", *args)
+    world.of(0).calls[-1][2].set_result(True)
+    world.of(1).calls[-1][2].set_result(None)
+    assert first.result(0) is None
+    if is_asked_again:
+        second = group.call("call_part", *args)
+        world.of(1).calls[-1][2].set_exception(EngineDeadError("killed"))
+    else:
+        world.of(1).die(killed=True)
+        wait_until(lambda: set(group.pids) == {0}, what="the death")
+        second = group.call("call_part", *args)
+    assert second.result(0) is True
+    assert len(world.of(0).calls) == 1
+
+
 def test_cancelling_a_call_cancels_it_everywhere(world):
     group = world.group(2)
     future = group.call("pause", "wait")

@@ -49,7 +49,7 @@ def open_engines(
 
             hosts = RayHosts(start.config, hosts)
         elif start.config.parallel.join_address is not None:
-            from .remote.listener import JoinedHosts  # noqa: PLC0415 - most programs have none
+            from .remote.joined_hosts import JoinedHosts  # noqa: PLC0415 - most programs have none
 
             hosts = JoinedHosts(start.config, hosts)
         undo.callback(hosts.close)

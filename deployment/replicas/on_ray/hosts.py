@@ -19,7 +19,8 @@ from hardpoint.process.child_processes.launch import ChildLaunch
 from hardpoint.process.launch import Launch
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.replicas.remote.joined_host import JoinedHost
-from hardpoint.replicas.remote.listener import ANY_PORT, JoinedHosts, JoinListener
+from hardpoint.replicas.remote.joined_hosts import JoinedHosts
+from hardpoint.replicas.remote.listener import ANY_PORT, JoinListener
 from hardpoint.replicas.remote.messages import RemoteFailure, decode, encode
 from hardpoint.toolkit.curve_keys import KeyPair, is_loopback
 from hardpoint.toolkit.ray_cluster import RayNode, listening_address

@@ -29,6 +29,7 @@ from hardpoint.replicas.remote import admission, listener
 from hardpoint.replicas.remote.address import check_address, check_joining
 from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor
 from hardpoint.replicas.remote.joined_host import JoinedHost
+from hardpoint.replicas.remote.joined_hosts import JoinedHosts
 from hardpoint.replicas.remote.messages import (
     WINDOW,
     MessageKind,
@@ -618,7 +619,7 @@ def test_a_port_that_the_system_chooses_is_named(scripted, tmp_path, caplog, hos
         data=1, local=0, join_address=f"tcp://{host}:0", join_address_file=str(file)
     )
     with contextlib.closing(
-        listener.JoinedHosts(EngineConfig(model=str(scripted), parallel=parallel), Local())
+        JoinedHosts(EngineConfig(model=str(scripted), parallel=parallel), Local())
     ) as hosts:
         name, _, port = hosts.join_address.removeprefix("tcp://").rpartition(":")
         assert int(port) > 0
@@ -641,4 +642,4 @@ def test_a_file_that_cannot_be_written_is_named(scripted, tmp_path):
     )
     config = EngineConfig(model=str(scripted), parallel=parallel)
     with pytest.raises(ConfigError, match="parallel.join_address_file: expected a file that can"):
-        listener.JoinedHosts(config, Local())
+        JoinedHosts(config, Local())

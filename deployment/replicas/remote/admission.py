@@ -183,10 +183,6 @@ class Doorkeeper:
         with self._lock:
             return self._keys.names()
 
-    def name_of(self, key: bytes) -> str:
-        """Return the name of a key's owner."""
-        return self.names().get(key, "revoked")
-
     def stop(self) -> None:
         """Stop; sockets must be closed before."""
         self._authenticator.stop()

@@ -98,6 +98,16 @@ class ConnectionWatch:
             if is_cut:
                 self._connections.pop(descriptor)
 
+    def cut(self, frame: zmq.Frame) -> None:
+        """Cut the connection of a frame, if it is still there."""
+        descriptor = int(frame.get(zmq.SRCFD))
+        connection = self._connections.get(descriptor)
+        with contextlib.suppress(OSError):
+            if connection is not None:
+                with _opened(descriptor) as opened:
+                    if opened.getpeername() == connection.peer:
+                        _reset(opened)
+
     def close(self) -> None:
         """Watch no more."""
         self._router.disable_monitor()
@@ -119,9 +129,7 @@ class ConnectionWatch:
         limit = MOST_BYTES if connection.has_session else MOST_BYTES_WITHOUT_SESSION
         if received - connection.read <= limit:
             return False
-        # A reset, because its sender would wait for an end that the kernel delays.
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        opened.shutdown(socket.SHUT_RDWR)
+        _reset(opened)
         self._admission.refused(f"a message without an end, of more than {limit} bytes")
         return True
 
@@ -129,6 +137,12 @@ class ConnectionWatch:
 def _opened(descriptor: int) -> socket.socket:
     """Return a socket with a copy of a descriptor, which is closed alone."""
     return socket.socket(fileno=os.dup(descriptor))
+
+
+def _reset(connection: socket.socket) -> None:
+    # A reset, because its sender would wait for an end that the kernel delays.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _num_received(connection: socket.socket) -> int:

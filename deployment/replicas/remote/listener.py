@@ -296,7 +296,14 @@ class JoinListener:
         _log.info("engine %d joined: pid %d on %s", session.host.rank, pid, session.where)
 
     def _hello(self, routing: bytes, frame: zmq.Frame) -> None:
-        key = b"" if self._door is None else key_of(frame)
+        key, name = b"", ""
+        if self._door is not None:
+            key = key_of(frame)
+            if key not in (names := self._door.names()):  # it was, when the connection was made
+                self._admission.refused("a key that was revoked")
+                self._watch.cut(frame)
+                return
+            name = names[key]
         hello, refusal = self._admission.read(frame.bytes)
         if hello is not None and hello.former:
             for session in list(self._sessions.values()):
@@ -313,7 +320,6 @@ class JoinListener:
             if refusal is not None:
                 self._reply(routing, MessageKind.REFUSED, b"", encode(refusal))
             return
-        name = "" if self._door is None else self._door.name_of(key)
         session = self._sessions[routing] = EngineSession(host, routing, hello, key, name)
         launch = host.launch_message
         welcome = Welcome(

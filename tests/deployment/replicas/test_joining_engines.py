@@ -483,6 +483,32 @@ def test_keys_decide_who_may_join(tmp_path, caplog):
         assert (late.socket.poll(0), plain.socket.poll(0)) == (0, 0)
 
 
+@pytest.mark.parametrize("has_joined", [True, False])
+def test_a_key_that_is_revoked_does_not_join_by_an_open_connection(
+    tmp_path, caplog, monkeypatch, has_joined
+):
+    monkeypatch.setattr(admission, "_LOG_INTERVAL_S", 0.0)
+    keys = tmp_path / "keys"
+    alpha = client_keys(str(make_client(str(keys), "alpha")), "--keys")
+    with Head(keys=keys, **PATIENT) as head:
+        peer = head.peer(alpha)
+        if has_joined:
+            place = head.host(0)
+            peer.join()
+            place.joined()
+        else:
+            assert peer.hello().reason.startswith("no rank waits")
+        revoke_client(str(keys), "alpha")
+        assert not has_joined or peer.get(MessageKind.GONE)
+        other = head.host(1)
+        peer.socket.send_multipart([MessageKind.HELLO, b"", encode(HELLO)])
+        # The connection is cut, and a new one refused.
+        words = "the last one: a key that is not among the keys that may join"
+        wait_until(lambda: words in caplog.text, PATIENCE_S, "the refusal")
+        assert peer.get(*MessageKind, seconds=0) is None
+        assert not other.host.pid
+
+
 def test_what_is_wrong_with_keys_is_named(tmp_path):
     folder = str(tmp_path)
     with pytest.raises(ConfigError, match=r"No such file.*; `hardpoint keys new` makes keys"):

@@ -97,10 +97,10 @@ class HeadConnection:
         return self._read_event() == zmq.EVENT_DISCONNECTED
 
     def close(self) -> None:
-        """Close it; unsent messages are lost."""
+        """Close it; unsent messages are lost, unless its socket lingers."""
         self.socket.disable_monitor()
         self.events.close(0)
-        self.socket.close(0)
+        self.socket.close()
 
     def _read_event(self) -> int:
         message = recv_monitor_message(self.events)

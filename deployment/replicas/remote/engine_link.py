@@ -109,6 +109,7 @@ class EngineLink:
     Attributes:
         why_over: why it has ended.
         was_stopped: whether a signal has ended it.
+        has_sent_end: whether its last message was sent, so that the head ends the session.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class EngineLink:
         self._reported = self._has_all_outputs = False
         self._encoder = Encoder()
         self._calls: Decoder[UtilityCall] = Decoder(UtilityCall)
-        self.why_over, self.was_stopped = "", False
+        self.why_over = ""
+        self.was_stopped = self.has_sent_end = False
 
     def run(self, config: EngineConfig, manifest: Manifest | None, head: str, stop: int) -> None:
         """Start the engine and serve until it, or the head, is gone, or `stop` is readable.
@@ -322,9 +324,13 @@ class EngineLink:
     def _packed_activity(self) -> bytes:
         return zlib.compress(os.pread(self._activity_file.fileno(), _MOST_ACTIVITY_BYTES, 0), 1)
 
-    def _send(self, kind: MessageKind, *frames: bytes) -> None:
-        with contextlib.suppress(zmq.Again):  # a connection that is full or cut
+    def _send(self, kind: MessageKind, *frames: bytes) -> bool:
+        """Send a message; return False if the connection is full or cut."""
+        try:
             self._connection.socket.send_multipart([kind, self._session, *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     # Ends
 
@@ -379,7 +385,7 @@ class EngineLink:
             is_orderly=process.returncode == 0,
         )
         self._connection.socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._send(MessageKind.ENDED, encode(ended))
+        self.has_sent_end = self._send(MessageKind.ENDED, encode(ended))
         self._over(f"the {process.label} {ended.description}")
 
     def _over(self, why: str) -> None:

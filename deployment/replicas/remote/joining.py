@@ -158,7 +158,8 @@ class Joining:
         _log.info("joined %s as engine %d", self._address, welcome.rank)
         link = EngineLink(self._context, connection, session, welcome, self._num_sharing)
         link.run(self._config, self._manifest, self._address, self._stop)
-        self._former = session
+        # A hello that names it would overtake its last outputs and its end.
+        self._former = NO_SESSION if link.has_sent_end else session
         self._refused_since, self._logged = None, -_LOG_INTERVAL_S
         _log.warning("engine %d has ended: %s", welcome.rank, link.why_over)
         return not link.was_stopped

@@ -158,7 +158,7 @@ class JoinListener:
                 _log.exception("a message of an engine that joined failed")
         for session in list(self._sessions.values()):
             self._send(session, MessageKind.STOP)
-            self._end(session, "was left by its head", was_killed=True)
+            self._end(session, "was left by its head")
         self._close_router(int(self._interval_s * 1000))
 
     def _close_router(self, linger_ms: int) -> None:
@@ -168,28 +168,33 @@ class JoinListener:
     def _turn(self, wait_s: float) -> None:
         sources: list[Source] = [self._router, self._watch.events, self._ours.fileno()]
         sessions = list(self._sessions.values())
+        cut = [session for session in sessions if session.is_cut]
         for session in sessions:
             if not session.flush() or session.held is not None:
                 wait_s = min(wait_s, _RETRY_S)
-            if session.held is None and session.to_engine and not session.window.is_full:
+            if session.to_engine and session.takes_requests:
                 sources.append(session.to_engine)
         ready = readable(sources, wait_s)
         if self._ours.fileno() in ready:
             self._obey()
         if self._watch.events in ready:
             self._watch.read_events()
-        if self._router in ready:
-            self._read()
+        is_all_read = self._router not in ready or self._read()
         for session in sessions:
             if session.held is not None or session.to_engine in ready:
                 self._forward(session)
-            if session.end is not None and session.flush():
-                self._end(session, session.end.description, was_killed=session.end.was_killed)
+            if session.end is None and session in cut and is_all_read:
+                self._lose(session, "has lost its connection")
+            elif session.end is not None and session.flush():
+                self._end(session)
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Read messages of engines; return whether none are left."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_MOST_AT_ONCE):
                 self._receive(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
+            return False
+        return True
 
     def _obey(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -206,7 +211,7 @@ class JoinListener:
                         self._admission.withdraw(host)
                         if session is not None:
                             self._reply(session.routing, MessageKind.GONE, session.id)
-                            self._end(session, "was closed", was_killed=True)
+                            self._end(session, "was closed")
                         host.release()
                     case "stop" | "kill" if session is not None:
                         self._send(
@@ -281,8 +286,9 @@ class JoinListener:
                 raise WireError("a second report")
             session.host.failed(decode(frames[0].bytes, RemoteFailure))
         else:
-            session.end = decode(frames[0].bytes, ProcessEnd)
-            session.host.ends(session.end)
+            end = decode(frames[0].bytes, ProcessEnd)
+            session.host.ends(end)
+            session.end = end
 
     def _answered(self, session: EngineSession, kind: MessageKind, frame: bytes) -> None:
         if kind is MessageKind.DECLINED:
@@ -352,14 +358,14 @@ class JoinListener:
             except zmq.Again:
                 return
             except zmq.ZMQError:
-                self._lose(session, "has lost its connection")
+                session.is_cut = True
                 return
             session.held = None
             session.window.sent += 1
 
     def _send(self, session: EngineSession, kind: MessageKind, *frames: bytes) -> None:
         if not self._reply(session.routing, kind, session.id, *frames):
-            self._lose(session, "has lost its connection")
+            session.is_cut = True
 
     def _reply(self, routing: bytes, kind: MessageKind, *frames: bytes) -> bool:
         """Send a message; return whether the connection is there, which may be full."""
@@ -396,7 +402,7 @@ class JoinListener:
             return
         self._reply(session.routing, MessageKind.GONE, session.id)
         if session.is_started:
-            self._end(session, why, was_killed=True)
+            self._end(session, why)
         else:
             self._return(session)
 
@@ -406,11 +412,13 @@ class JoinListener:
             self._reply(session.routing, MessageKind.GONE, session.id)
             self._admission.offer(session.host)
 
-    def _end(self, session: EngineSession, why: str, *, was_killed: bool) -> None:
+    def _end(self, session: EngineSession, why: str = "") -> None:
+        """End a session as its engine has reported, or because the head has lost or left it."""
         if self._sessions.get(session.routing) is not session:
             return
         del self._sessions[session.routing]
-        session.host.ended(why, was_killed=was_killed)
+        end = session.end or ProcessEnd(description=why, was_killed=True)
+        session.host.ended(end.description, was_killed=end.was_killed)
         session.close()
 
 

@@ -63,6 +63,7 @@ class EngineSession:
         is_started: whether its process is started.
         is_leaving: whether its machine wants to end it.
         is_ready: whether its engine has sent its first message.
+        is_cut: whether its connection is gone; messages that came by it may not be read yet.
         window: counts of messages.
         to_engine: polled for requests.
         to_client: takes outputs.
@@ -75,7 +76,7 @@ class EngineSession:
         self.id = os.urandom(16)
         self.host, self.routing, self.hello, self.key, self.name = host, routing, hello, key, name
         self.received_at = self.began = time.monotonic()
-        self.is_started = self.is_leaving = self.is_ready = False
+        self.is_started = self.is_leaving = self.is_ready = self.is_cut = False
         self.window = Window()
         self.end: ProcessEnd | None = None
         self.to_engine: zmq.Socket[bytes] | None = None
@@ -91,6 +92,12 @@ class EngineSession:
         """The machine of the engine, and the name of its key, for messages."""
         host = printable(self.hello.host, MOST_NAME)
         return f"{host}, key {self.name}" if self.key else host
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request of its client may be read."""
+        is_over = self.is_cut or self.end is not None
+        return not is_over and self.held is None and not self.window.is_full
 
     def connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Connect to the client."""

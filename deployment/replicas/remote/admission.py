@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import zmq
@@ -29,6 +29,7 @@ from .messages import (
     decode,
     printable,
 )
+from .session import EngineSession
 
 _log = logging.getLogger("hardpoint")
 
@@ -83,15 +84,16 @@ class Admission:
         return hello, None if mismatch is None else self._refusal(mismatch)
 
     def choose(
-        self, hello: Hello, taken: Mapping[int, str]
+        self, hello: Hello, sessions: Collection[EngineSession]
     ) -> tuple[JoinedHost | None, JoinRefusal | None]:
         """Return the place of an engine, which is offered no more, or why there is none.
 
         Args:
             hello: versions and model of the engine.
-            taken: by rank, where the engines are that have joined.
+            sessions: those of the engines that have joined, or are about to.
         """
         rank, head = hello.rank, self._head.host
+        taken = {session.host.rank: session.where for session in sessions}
         if rank is not None and rank not in self._ranks:
             joining = ", ".join(map(str, sorted(self._ranks))) or "none"
             reason = f"rank: expected one of {joining}, which join the head {head}, got {rank}"
@@ -108,15 +110,24 @@ class Admission:
             )
             reason = f"no rank waits for an engine{f'; taken: {places}' if places else ''}"
             return None, JoinRefusal(reason=reason, retry_seconds=math.inf)
-        if self._processor is None:
-            self._processor = hello.processor
-        if self._needs_equal_bits and hello.processor != self._processor:
-            return None, self._refusal(
-                f"processor: the engines of the head {head} have {self._processor!r}, {hello.host} "
+        processor = self._processor
+        if processor is None:
+            processor = next((s.hello.processor for s in sessions), hello.processor)
+        if self._needs_equal_bits and hello.processor != processor:
+            # An engine that does not serve yet may never do so.
+            retry_seconds = math.inf if self._processor is None else 0.0
+            reason = (
+                f"processor: the engines of the head {head} have {processor!r}, {hello.host} "
                 f"has {hello.processor!r}, so a request could not go on there with the same tokens "
                 '(engine.resume = "exact"); set that to "any" or "off", or use such a processor'
             )
+            return None, self._refusal(reason, retry_seconds)
         return self._waiting.pop(rank), None
+
+    def serves(self, hello: Hello) -> None:
+        """Note that an engine has started; the first one decides on the processor of all."""
+        if self._processor is None:
+            self._processor = hello.processor
 
     def refused(self, reason: str) -> None:
         """Count an attempt to join that was refused. In any thread."""

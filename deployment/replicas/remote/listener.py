@@ -267,6 +267,7 @@ class JoinListener:
                 session.piece(frames[0].bytes, frames[1].bytes)
             case MessageKind.READY, count if count and session.is_started and not session.is_ready:
                 session.ready(frames)
+                self._admission.serves(session.hello)
             case (MessageKind.LEAVE, 0) | ((MessageKind.REPORT | MessageKind.ENDED), 1) if (
                 session.is_started
             ):
@@ -316,12 +317,9 @@ class JoinListener:
                 if session.id == hello.former and session.key == key:
                     self._lose(session, "has lost its connection, and joins again")
             self._obey()
-        taken = {
-            open_session.host.rank: open_session.where for open_session in self._sessions.values()
-        }
         host = None
         if hello is not None and refusal is None:
-            host, refusal = self._admission.choose(hello, taken)
+            host, refusal = self._admission.choose(hello, self._sessions.values())
         if hello is None or host is None:
             if refusal is not None:
                 self._reply(routing, MessageKind.REFUSED, b"", encode(refusal))

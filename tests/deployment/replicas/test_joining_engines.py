@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import stat
 import threading
@@ -162,6 +163,40 @@ def test_engines_that_go_on_with_requests_of_others_have_processors_of_one_kind(
     )
     head.peer().join(rank=1, processor="x86_64 avx512f")
     place.joined()
+
+
+READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=9)
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_decided"),
+    [
+        ([(MessageKind.DECLINED, packed("a plugin is not enabled"))], False),
+        ([(MessageKind.STARTED, packed(1)), (MessageKind.ENDED, b"no weights")], False),
+        ([(MessageKind.STARTED, packed(1)), (MessageKind.READY, *Encoder().encode(READY))], True),
+    ],
+    ids=["declines", "fails", "serves"],
+)
+def test_an_engine_that_serves_decides_on_the_processor(head, messages, is_decided):
+    """While one is about to serve, engines with another processor wait."""
+    head.host(0)
+    other = head.host(1)
+    peer, late, refusals = head.peer(), head.peer(), []
+    wait_until(lambda: peer.hello(rank=0, processor="a") is None, PATIENCE_S, "the place")
+
+    def is_refused(retry_seconds):
+        refusals.append(late.hello(rank=1, processor="b"))
+        words, seconds = refusals[-1].reason, refusals[-1].retry_seconds
+        return words.startswith("processor: ") and seconds == retry_seconds
+
+    wait_until(lambda: is_refused(math.inf), PATIENCE_S, "the refusal")
+    for kind, *frames in messages:
+        peer.send(kind, *map(bytes, frames))
+    if is_decided:
+        wait_until(lambda: is_refused(0.0), PATIENCE_S, "the refusal")
+    else:
+        late.join(rank=1, processor="b")
+        other.joined()
 
 
 def test_a_processor_is_known_by_what_kernels_differ_in(tmp_path):

@@ -112,8 +112,9 @@ class ConnectionCount:
 
     def close(self) -> None:
         """End the reports, before their socket is closed: libzmq blocks if they are not read."""
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        if not self._monitor.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
 
 
 class _UnfitError(Exception):

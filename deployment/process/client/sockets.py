@@ -299,7 +299,7 @@ class EngineSockets:
             self._wake_reader(_STOP)
             self._reader.join()
         self._check_process, self._failure = _no_check, None
-        if is_dead:
+        if is_dead and not self._input.closed:
             self._connections.wait_until_none(BREAK_TIMEOUT_S)
             time.sleep(CUT_S)
         with self._send_lock:

@@ -137,6 +137,7 @@ def test_an_engine_that_failed_and_goes_on_delays_the_end_by_a_second_at_most(mo
     sockets, engine = connected()
     sockets.fail(EngineDeadError("it sent a wrong message"))
     sockets.close()
+    sockets.close()  # nothing is left to close
     engine.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,9 @@ _UNASKED_SECONDS = 120.0
 
 _WAIT_SECONDS = 0.002
 
+_MOST_REMOVED = 1024
+"""Numbers of removed adapters that are remembered."""
+
 
 class AdapterSlots(
     RequestFilter,
@@ -77,11 +81,12 @@ class AdapterSlots(
         self._host: dict[str, float] = {}  # contents that workers keep, and their last use
         self._pinned: set[str] = set()
         self._requests: dict[str, str] = {}  # content of each request
-        self._named: dict[str, str] = {}  # the name by which each request has it
+        self._named: dict[str, LoRARequest] = {}  # the adapter of each request
         self._groups = GroupAdapters(self._config.max_loras)
         self._scales: dict[str, float] = {}  # of requests, if they are not 1.0
         self._ending: set[str] = set()  # requests that a removal ends
-        self._leaving: set[str] = set()  # contents that requests have and no name has any more
+        self._leaving: set[str] = set()  # contents that requests have and no name has
+        self._removed: dict[int, None] = {}  # numbers that programs removed, longest ago first
         self._readings = Readings(context.call_workers, context.clock)
         self._wanted: dict[str, int] = {}  # contents that requests wait for, and their readings
         self._links = LinkedFolders()  # removed when nothing needs them
@@ -92,6 +97,7 @@ class AdapterSlots(
             "load": self._load,
             "poll": self._poll,
             "remove": self._remove,
+            "removed": self._list_removed,
             "list": self._list,
             "pin": self._pin,
         }
@@ -137,9 +143,11 @@ class AdapterSlots(
     def check(self, request: EngineCoreRequest) -> None:
         """Take note of the content that a request uses from now on.
 
+        One that this engine does not know, as after a restart, is read from the request's path.
+
         Raises:
-            RequestError: it is not known, or not stated; or its scale is wrong; or its group has
-                more adapters than slots.
+            RequestError: it was removed, or cannot be found, or is not stated; or its scale is
+                wrong; or its group has more adapters than slots.
         """
         assert request.lora is not None
         name, content, scale = request.lora.name, request.lora.content_hash, request.lora.scale
@@ -150,16 +158,29 @@ class AdapterSlots(
                 f"lora.content_hash: expected the hash of a loaded adapter, as LLM.adapters.add "
                 f"returns it, got none for {name!r}"
             )
-        if content not in self._paths or content in self._leaving:
+        self._check_known(request.lora, is_admitted=request.is_admitted)
+        self._groups.add(request, content)
+        if content not in self._paths:
+            self._paths[content] = request.lora.path
+            self._leaving.add(content)
+        self._requests[request.request_id] = content
+        self._named[request.request_id] = request.lora
+        if scale != 1.0:
+            self._scales[request.request_id] = scale
+
+    def _check_known(self, lora: LoRARequest, *, is_admitted: bool) -> None:
+        name, content = lora.name, lora.content_hash
+        is_removed = lora.id in self._removed and not is_admitted
+        if is_removed or not (content in self._paths or lora.path):
             raise RequestError(
                 f"lora: expected one of {self._known()}, got {name!r} with content "
                 f"{content[:16]}; it was removed, replaced or never added"
             )
-        self._groups.add(request, content)
-        self._requests[request.request_id] = content
-        self._named[request.request_id] = name
-        if scale != 1.0:
-            self._scales[request.request_id] = scale
+        if content not in self._paths and not os.path.isdir(lora.path):
+            raise RequestError(
+                f"lora: the engine that had {name!r} with content {content[:16]} ended, and its "
+                f"folder {lora.path!r} is gone; add the adapter again"
+            )
 
     def refused(self, request_id: str) -> None:
         """Forget a request."""
@@ -176,7 +197,7 @@ class AdapterSlots(
         name = request.request_id
         contents = self._groups.of(name) or {name: self._requests[name]}
         for ending in self._ending & contents.keys():
-            raise RequestError(self._removed(contents[ending]))
+            raise RequestError(self._removal_of(contents[ending]))
         if self._leases.is_holder(name):  # since the gate of another one of its group
             return None
         wanted = dict.fromkeys(contents.values())
@@ -227,12 +248,12 @@ class AdapterSlots(
     ) -> Mapping[str, RequestFault]:
         """Return the requests that the removal, or a failure, of their adapter ends."""
         names = self._ending & plan.num_scheduled_tokens.keys()
-        ended = {name: RequestFault(self._removed(self._requests[name])) for name in names}
+        ended = {name: RequestFault(self._removal_of(self._requests[name])) for name in names}
         for report in result.part_reports.get(self._name, {}).values():
             failures = msgspec.msgpack.decode(report, type=dict[str, str])
             for name in plan.num_scheduled_tokens.keys() & self._requests.keys():
                 if (reason := failures.get(self._requests[name])) is not None:
-                    adapter = self._named.get(name)
+                    adapter = self._named[name].name
                     ended[name] = RequestFault(f"lora: {adapter!r} cannot be used: {reason}")
         return ended
 
@@ -244,7 +265,7 @@ class AdapterSlots(
         """Add the numbers of requests that run with and wait for each adapter."""
         running = self._leases.counts()
         waiting = Counter(
-            name for user, name in self._named.items() if not self._leases.is_holder(user)
+            lora.name for user, lora in self._named.items() if not self._leases.is_holder(user)
         )
         stats.num_waiting_by_adapter = dict(waiting)
         stats.num_adapter_slots = self._config.max_loras
@@ -256,7 +277,7 @@ class AdapterSlots(
         """Remove the folders of tensors."""
         self._links.remove()
 
-    def _removed(self, content: str) -> str:
+    def _removal_of(self, content: str) -> str:
         return f'lora: its adapter, content {content[:16]}, was removed with mode "end"'
 
     # Calls of programs
@@ -280,26 +301,24 @@ class AdapterSlots(
         finally:
             self._remove_unused()
 
-    def _resolve(self, loras: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """Return the content of adapters; None if an adapter has to be loaded first.
+    def _resolve(self, loras: Sequence[Mapping[str, Any]]) -> list[dict[str, Any] | None]:
+        """Return adapters as this engine loaded them; None for a name without an adapter.
 
         Raises:
-            RequestError: one is not known.
+            RequestError: one has another path or content.
         """
-        return [self._content_of(requested_lora(lora)) for lora in loras]
+        found = (self._find(requested_lora(lora)) for lora in loras)
+        return [None if lora is None else msgspec.structs.asdict(lora) for lora in found]
 
-    def _content_of(self, lora: LoRARequest) -> str | None:
+    def _find(self, lora: LoRARequest) -> LoRARequest | None:
         loaded = self._names.get(lora.name)
         if loaded is None:
-            if not lora.path:
-                raise RequestError(
-                    f"lora_request: expected one of {self._known()}, or the path of an adapter to "
-                    f"load, got {lora.name!r}"
-                )
             return None
-        if lora.content_hash:  # wherever this engine has it: tensors have a folder for each engine
-            if lora.content_hash == loaded.content_hash or lora.content_hash in self._paths:
-                return lora.content_hash
+        if lora.content_hash == loaded.content_hash:  # wherever: tensors have a folder per engine
+            return loaded
+        if lora.content_hash:
+            if (path := self._paths.get(lora.content_hash)) is not None:
+                return msgspec.structs.replace(loaded, path=path, content_hash=lora.content_hash)
             raise RequestError(
                 f"lora_request.content_hash: {lora.name!r} has content {loaded.content_hash[:16]}, "
                 f"got {lora.content_hash[:16]}"
@@ -309,7 +328,7 @@ class AdapterSlots(
                 f"lora_request.path: {lora.name!r} was loaded from {loaded.path!r}, got "
                 f"{lora.path!r}; add_lora replaces it"
             )
-        return loaded.content_hash
+        return loaded
 
     def _load(
         self, lora: Mapping[str, Any], *, ticket: int | None = None, is_temporary: bool = False
@@ -383,12 +402,17 @@ class AdapterSlots(
         """
         if mode not in ("drain", "end"):
             raise RequestError(f'mode: expected "drain" or "end", got {mode!r}')
-        lora = self._of_id(lora_id)
+        lora = self._of_id(lora_id) or self._without_name(lora_id)
+        self._removed.pop(lora_id, None)
+        self._removed[lora_id] = None
+        if len(self._removed) > _MOST_REMOVED:
+            del self._removed[next(iter(self._removed))]
         if lora is None:
             return False
-        del self._names[lora.name]
+        self._names.pop(lora.name, None)
         if mode == "end":  # also requests with an earlier content of the name
-            self._ending |= {user for user, name in self._named.items() if name == lora.name}
+            users = self._named.items()
+            self._ending |= {user for user, has in users if has.name == lora.name}
         content = lora.content_hash
         if self._has_name(content):
             return True
@@ -400,6 +424,16 @@ class AdapterSlots(
             if content in self._host:  # else workers do not have it, or not yet
                 self._host[content] = 0.0  # the first to go
         return True
+
+    def _without_name(self, lora_id: int) -> LoRARequest | None:
+        """Return an adapter that only requests from other engines have."""
+        for lora in self._named.values():
+            if lora.id == lora_id and not (lora.name in self._names or lora_id in self._removed):
+                return lora
+        return None
+
+    def _list_removed(self) -> list[int]:
+        return list(self._removed)
 
     def _list(self) -> list[dict[str, Any]]:
         return [msgspec.structs.asdict(lora) for lora in self._names.values()]
@@ -435,6 +469,7 @@ class AdapterSlots(
         self._names[lora.name] = lora
         if before is not None and not self._has_name(before.content_hash):
             self._pinned.discard(before.content_hash)
+        self._removed.pop(lora.id, None)
         self._leaving.discard(lora.content_hash)
         self._paths[lora.content_hash] = lora.path
 

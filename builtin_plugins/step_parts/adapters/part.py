@@ -30,15 +30,32 @@ class Adapters(StepPart):
 
     @classmethod
     def merge_answers(cls, method: str, answers: Sequence[Any]) -> Any:
-        """Return the answer of the first engine; only paths may differ.
+        """Merge answers of engines; some may lack adapters, as after a restart.
 
-        Each engine has links of its own to the files of tensors.
+        Paths and numbers may differ: each engine has links of its own to the files of tensors.
 
         Raises:
-            HardpointError: engines answered differently.
+            HardpointError: engines have different contents of a name.
         """
-        super().merge_answers(method, [_without_paths(answer) for answer in answers])
-        return answers[0]
+        if method in ("remove", "pin"):
+            return any(answers)
+        if method == "removed":
+            return sorted({number for answer in answers for number in answer})
+        if method == "list":
+            by_name = [{lora["name"]: lora for lora in answer} for answer in answers]
+            names = dict.fromkeys(name for loras in by_name for name in loras)
+            return [cls._merged(method, [has.get(name) for has in by_name]) for name in names]
+        if method == "resolve":
+            columns = zip(*answers, strict=True)
+            return [cls._merged(method, has) if None not in has else None for has in columns]
+        return cls._merged(method, answers)
+
+    @classmethod
+    def _merged(cls, method: str, answers: Sequence[Any]) -> Any:
+        """Return the first answer, without engines that lack the adapter."""
+        present = [answer for answer in answers if answer is not None]
+        super().merge_answers(method, [_content_of(answer) for answer in present])
+        return present[0]
 
     def engine_half(self, context: EngineHalfContext) -> AdapterSlots | None:
         """Return the half that gives requests slots; None if adapters are off."""
@@ -57,7 +74,5 @@ class Adapters(StepPart):
         return AdapterProducts(self.context.config, context, context.loaded)
 
 
-def _without_paths(answer: Any) -> Any:
-    if isinstance(answer, list):
-        return [_without_paths(item) for item in answer]
-    return answer | {"path": ""} if isinstance(answer, dict) else answer
+def _content_of(answer: Any) -> Any:
+    return (answer.get("name"), answer.get("content_hash")) if isinstance(answer, dict) else answer

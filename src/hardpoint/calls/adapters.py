@@ -141,12 +141,14 @@ def with_adapters(adapters: AdapterGroup, options: Mapping[str, Any]) -> Mapping
     if not listed:
         return options
     _check_on(adapters._engine, _OPTION)
-    contents = adapters._call("resolve", {"loras": listed})
-    for index, content in enumerate(contents):
-        if content is None:
-            added = adapters.add(msgspec.convert(listed[index], LoRARequest))
-            contents[index] = added.content_hash
-    return _resolved(options, loras, listed, contents)
+    found = adapters._call("resolve", {"loras": listed})
+    if None in found:
+        loaded = {lora.name: lora for lora in adapters.list()}
+        for index in range(len(found)):
+            if found[index] is None:
+                lora, is_added = _addable(listed[index], loaded)
+                found[index] = adapters.add(lora) if is_added else lora
+    return _resolved(options, loras, listed, found)
 
 
 class AsyncAdapterGroup:
@@ -207,12 +209,14 @@ async def with_adapters_async(
     if not listed:
         return options
     _check_on(adapters._engine, _OPTION)
-    contents = await adapters._call("resolve", {"loras": listed})
-    for index, content in enumerate(contents):
-        if content is None:
-            added = await adapters.add(msgspec.convert(listed[index], LoRARequest))
-            contents[index] = added.content_hash
-    return _resolved(options, loras, listed, contents)
+    found = await adapters._call("resolve", {"loras": listed})
+    if None in found:
+        loaded = {lora.name: lora for lora in await adapters.list()}
+        for index in range(len(found)):
+            if found[index] is None:
+                lora, is_added = _addable(listed[index], loaded)
+                found[index] = await adapters.add(lora) if is_added else lora
+    return _resolved(options, loras, listed, found)
 
 
 def _has_adapters(engine: LLMEngine | AsyncEngine) -> bool:
@@ -318,18 +322,50 @@ def _adapters_in(options: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, 
     return loras, listed
 
 
+def _addable(
+    requested: Mapping[str, Any], loaded: Mapping[str, LoRARequest]
+) -> tuple[LoRARequest, bool]:
+    """Return an adapter to load, and whether `add` loads it.
+
+    An earlier content of a name is not added again: an engine that lacks it reads it for the
+    request.
+
+    Args:
+        requested: the adapter as the request has it.
+        loaded: the adapters of the engines, by name.
+
+    Raises:
+        RequestError: no engine has it, and it has no path.
+    """
+    lora = msgspec.convert(requested, LoRARequest)
+    named = loaded.get(lora.name)
+    if named is None and not lora.path:
+        known = ", ".join(map(repr, loaded)) or "a loaded adapter (there is none)"
+        raise RequestError(
+            f"lora_request: expected one of {known}, or the path of an adapter to load, got "
+            f"{lora.name!r}"
+        )
+    if named is None:
+        return lora, True
+    if lora.content_hash not in ("", named.content_hash):
+        return lora, False
+    return msgspec.structs.replace(named, content_hash=lora.content_hash), True
+
+
 def _resolved(
     options: Mapping[str, Any],
     requested: list[Any],
     listed: list[dict[str, Any]],
-    contents: Sequence[str],
+    found: Sequence[Any],
 ) -> Mapping[str, Any]:
+    """Return options with adapters as engines loaded them: any engine can load these again."""
+    adapters = msgspec.convert(found, LoRAs)
+
     def resolved(lora: LoRARequest | None) -> LoRARequest | None:
         if lora is None:
             return None
-        placed = _placed(lora)
-        content = contents[listed.index(_unscaled(msgspec.structs.asdict(placed)))]
-        return msgspec.structs.replace(placed, content_hash=content)
+        plain = _unscaled(msgspec.structs.asdict(_placed(lora)))
+        return msgspec.structs.replace(adapters[listed.index(plain)], scale=lora.scale)
 
     loras = list(map(resolved, requested))
     return {**options, _OPTION: loras if is_list(options[_OPTION]) else loras[0]}

@@ -236,8 +236,8 @@ def test_a_part_that_is_not_done_is_asked_again_where_it_is_not(world):
     world.of(1).calls[-1][2].set_result({"name": "a"})
     assert second.result(0) == {"name": "a"}
     third = group.call("call_part", "adapters", "list")
-    for engine, answer in zip(world.engines, ([1], [2]), strict=True):
-        engine.calls[-1][2].set_result(answer)
+    for engine, content in zip(world.engines, "xy", strict=True):
+        engine.calls[-1][2].set_result([{"name": "a", "content_hash": content}])
     with pytest.raises(HardpointError, match="list: the engines answered differently"):
         third.result(0)
     released = group.call("call_part", "retention", "release", {})

@@ -1,10 +1,11 @@
-"""Adapters read again after a sleep: an unreadable adapter fails its own requests."""
+"""Adapters read again after a sleep or a restart: an unreadable one fails its own requests."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
+import signal
 import time
 from types import SimpleNamespace
 
@@ -12,8 +13,10 @@ import msgspec
 import pytest
 from support.adapters import lora, write_adapter, write_model
 from support.cases import nightly_but
+from support.waiting import HeldSteps, wait_until
 
-from hardpoint import LLM, LoRARequest, SamplingParams
+from hardpoint import LLM, HardpointError, LoRARequest, RequestError, SamplingParams
+from hardpoint.builtin_plugins.step_parts.adapters import Adapters
 from hardpoint.builtin_plugins.step_parts.adapters.engine_half import AdapterSlots
 from hardpoint.builtin_plugins.step_parts.adapters.messages import Call, Progress
 from hardpoint.plugins import EngineCoreRequest
@@ -132,24 +135,37 @@ class Ranks:
 CONTENT = "c" * 64
 
 
+def half_of(ranks):
+    config = SimpleNamespace(adapters=AdaptersConfig(max_loras=2, max_cpu_loras=2))
+    context = SimpleNamespace(clock=time.monotonic, call_workers=ranks)
+    half = AdapterSlots("adapters", config, context)
+    assert half.workers_started() == {}
+    return half
+
+
+def load(half, folder):
+    ticket = half.call("load", {"lora": {"name": "a", "id": 1, "path": str(folder)}})
+    assert half.call("poll", {"ticket": ticket})["content_hash"] == CONTENT
+
+
+def request_of(name, folder="", **fields):
+    adapter = LoRARequest("a", 1, str(folder), CONTENT)
+    fields |= {"prompt_token_ids": [1], "params": PARAMS, "lora": adapter}
+    return EngineCoreRequest(request_id=name, **fields)
+
+
+def admit(half, request):
+    half.check(request)
+    while half.gate(SimpleNamespace(request_id=request.request_id)) is not None:
+        pass
+
+
 def test_a_rank_alone_that_cannot_read_ends_the_requests_of_the_adapter(base):
     ranks = Ranks()
-    config = SimpleNamespace(adapters=AdaptersConfig(max_loras=2, max_cpu_loras=2))
-    half = AdapterSlots(
-        "adapters", config, SimpleNamespace(clock=time.monotonic, call_workers=ranks)
-    )
-    assert half.workers_started() == {}
-    ticket = half.call("load", {"lora": {"name": "a", "id": 1, "path": str(base / "first")}})
-    assert half.call("poll", {"ticket": ticket})["content_hash"] == CONTENT
+    half = half_of(ranks)
+    load(half, base / "first")
     for name in ("x", "y"):
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=[1],
-            params=PARAMS,
-            lora=LoRARequest("a", 1, "", CONTENT),
-        )
-        half.check(request)
-        assert half.gate(SimpleNamespace(request_id=name)) is None
+        admit(half, request_of(name))
     assert half.workers_started() == {}
     ranks.progress[1] = Progress(is_done=True, error="a/adapter_config.json: cannot be read: why")
     ranks.calls.clear()
@@ -162,3 +178,98 @@ def test_a_rank_alone_that_cannot_read_ends_the_requests_of_the_adapter(base):
     ranks.progress[1] = ranks.progress[0]
     assert [lora["name"] for lora in half.call("list", {})] == ["a"]
     assert half.workers_started() == {}
+
+
+def test_an_engine_reads_the_adapter_of_a_request_that_it_does_not_know(base, tmp_path):
+    """As after a restart; the adapter gets no name by that, but may be removed."""
+    half = half_of(Ranks())
+    with pytest.raises(RequestError, match="it was removed, replaced or never added"):
+        half.check(request_of("x"))
+    with pytest.raises(RequestError, match="engine that had 'a' .* is gone; add the adapter again"):
+        half.check(request_of("x", tmp_path / "gone"))
+    admit(half, request_of("x", base / "first"))
+    assert half.call("list", {}) == []
+    assert half.call("remove", {"lora_id": 1, "mode": "end"})
+    with pytest.raises(RequestError, match='was removed with mode "end"'):
+        half.gate(SimpleNamespace(request_id="x"))
+    half.ended("x")
+    assert not half.call("remove", {"lora_id": 1, "mode": "end"})
+
+
+def test_a_removed_adapter_is_read_for_requests_of_other_engines_alone(base):
+    half = half_of(Ranks())
+    load(half, base / "first")
+    admit(half, request_of("x"))
+    for _ in range(2):  # while a request has the content, and later
+        assert half.call("remove", {"lora_id": 1, "mode": "drain"})
+        with pytest.raises(RequestError, match="it was removed, replaced or never added"):
+            half.check(request_of("y", base / "first"))
+        admit(half, request_of("y", base / "first", is_admitted=True))
+        for name in ("x", "y"):
+            half.ended(name)
+        assert not half.call("remove", {"lora_id": 1, "mode": "drain"})
+        load(half, base / "first")
+    admit(half, request_of("y"))
+
+
+ONE, TWO = ({"name": "a", "id": 1, "path": path, "content_hash": "1"} for path in ("/a", "/b"))
+OTHER = ONE | {"content_hash": "2"}
+MERGED = {
+    "resolve": ([[ONE, None, ONE], [TWO, None, None]], [ONE, None, None]),
+    "list": ([[], [TWO], [ONE, OTHER | {"name": "b"}]], [TWO, OTHER | {"name": "b"}]),
+    "remove": ([False, True], True),
+    "pin": ([False, False], False),
+    "removed": ([[3, 1], [], [2, 3]], [1, 2, 3]),
+    "poll": ([ONE, TWO], ONE),
+    "load": ([7, 7], 7),
+}
+
+
+@pytest.mark.parametrize("method", MERGED)
+def test_engines_may_lack_adapters(method):
+    answers, expected = MERGED[method]
+    assert Adapters.merge_answers(method, answers) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "answers"), [("resolve", [[ONE], [OTHER]]), ("list", [[ONE], [OTHER]])]
+)
+def test_engines_have_one_content_of_a_name(method, answers):
+    with pytest.raises(HardpointError, match=f"{method}: the engines answered differently"):
+        Adapters.merge_answers(method, answers)
+
+
+def test_a_restarted_or_added_engine_gets_the_adapters_of_requests(base, tmp_path):
+    held = HeldSteps(tmp_path)
+    settings = settings_of("in process", max_loras=1) | {
+        "parallel": {"data": 2},
+        "engine": {"restart": "on_failure"},
+        "plugins": {"enable": ["support.plugins.slow:Slow"]},
+    }
+    adapter, slow = base / "first", held.slow(0.2)
+    with LLM(str(base / "model"), config=settings, max_model_len=64) as llm:
+
+        def tokens(request, rank):
+            options = {"lora_request": request, "data_parallel_rank": rank}
+            (output,) = llm.generate([PROMPTS[0]], PARAMS, **options)
+            return output.outputs[0].token_ids
+
+        expected = tokens(lora("a", 1, adapter), 0)
+        params = msgspec.structs.replace(PARAMS, plugin_args=slow)
+        options = {"lora_request": lora("a", 1), "data_parallel_rank": 1}
+        stream = llm.stream(PROMPTS[0], params, **options)
+        begun = next(stream).outputs[0].token_ids
+        old = llm.engines[1].pid
+        os.kill(old, signal.SIGKILL)
+        held.let_go()
+        rest = [output.outputs[0] for output in stream]
+        assert [*begun, *(token for output in rest for token in output.token_ids)] == expected
+        assert (rest[-1].error, rest[-1].num_resumes) == (None, 1)
+        wait_until(lambda: llm.engines[1].pid not in (None, old), 60.0, "the restart")
+        assert [request.path for request in llm.adapters.list()] == [str(adapter)]
+        assert tokens(lora("a", 1), 1) == expected
+        assert llm.engines.scale(3).ranks == (0, 1, 2)
+        assert llm.adapters.pin(1)
+        assert tokens(lora("a", 1, adapter), 2) == expected
+        assert llm.adapters.remove(1)
+        assert llm.adapters.list() == []

@@ -79,6 +79,7 @@ class AdapterSlots(
         self._names: dict[str, LoRARequest] = {}
         self._paths: dict[str, str] = {}  # of each content that is known
         self._host: dict[str, float] = {}  # contents that workers keep, and their last use
+        self._replaced: dict[str, tuple[str]] = {}  # the content that each name had before
         self._pinned: set[str] = set()
         self._requests: dict[str, str] = {}  # content of each request
         self._named: dict[str, LoRARequest] = {}  # the adapter of each request
@@ -413,16 +414,9 @@ class AdapterSlots(
         if mode == "end":  # also requests with an earlier content of the name
             users = self._named.items()
             self._ending |= {user for user, has in users if has.name == lora.name}
-        content = lora.content_hash
-        if self._has_name(content):
-            return True
-        self._pinned.discard(content)
-        if content not in self._requests.values():
-            self._forget([content])
-        else:
-            self._leaving.add(content)
-            if content in self._host:  # else workers do not have it, or not yet
-                self._host[content] = 0.0  # the first to go
+        contents = dict.fromkeys([lora.content_hash, *self._replaced.pop(lora.name, ())])
+        if unused := [content for content in contents if self._leave(content)]:
+            self._forget(unused)
         return True
 
     def _without_name(self, lora_id: int) -> LoRARequest | None:
@@ -467,11 +461,26 @@ class AdapterSlots(
     def _set_alias(self, lora: LoRARequest) -> None:
         before = self._names.get(lora.name)
         self._names[lora.name] = lora
-        if before is not None and not self._has_name(before.content_hash):
-            self._pinned.discard(before.content_hash)
+        if before is not None and before.content_hash != lora.content_hash:
+            if not self._has_name(before.content_hash):
+                self._pinned.discard(before.content_hash)
+            for earlier in self._replaced.get(lora.name, ()):
+                self._leave(earlier)
+            self._replaced[lora.name] = (before.content_hash,)
         self._removed.pop(lora.id, None)
         self._leaving.discard(lora.content_hash)
         self._paths[lora.content_hash] = lora.path
+
+    def _leave(self, content: str) -> bool:
+        """Let a content without a name go after its last request; return whether it has none."""
+        if self._has_name(content):
+            return False
+        self._pinned.discard(content)
+        if content in self._requests.values():
+            self._leaving.add(content)
+            return False
+        self._paths.pop(content, None)  # workers keep it until the next reading
+        return True
 
     def _is_needed(self, content: str) -> bool:
         return content in self._requests.values() or self._has_name(content)
@@ -513,7 +522,9 @@ class AdapterSlots(
             for other in sorted(self._host, key=self._host.__getitem__)
             if other not in needed and not self._leases.has(other)
         ]
-        forgotten = evictable[: max(len(self._host) - self._config.num_cpu_loras, 0)]
+        surplus = max(len(self._host) - self._config.num_cpu_loras, 0)
+        forgotten = [c for c in evictable if c not in self._paths]
+        forgotten += [c for c in evictable if c in self._paths][: max(surplus - len(forgotten), 0)]
         self._readings.keep(ticket, forgotten)
         self._forgotten(forgotten)
 

@@ -119,6 +119,36 @@ def test_each_engine_keeps_tensors_as_long_as_it_needs_them(base):
     assert not folder.exists()
 
 
+def test_replaced_tensors_go_with_the_next_ones_or_the_name(base):
+    """Until then, a request may name them by their hash; one that has them keeps them."""
+    model, adapters = base
+    adapters_of = {"max_loras": 2, "max_cpu_loras": 32, "max_lora_rank": 4}
+    greedy = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    with LLM(model, config=settings_of(adapters=adapters_of), max_model_len=64) as llm:
+
+        def add(index):
+            adapter = adapters[index % 3]
+            config = adapter.config | {"lora_alpha": 1 + index}
+            return llm.adapters.add(lora("policy", 1), adapter.tensors, config)
+
+        def kept():
+            return [request for request in requests if Path(request.path).exists()]
+
+        requests = [add(0)]
+        stream = llm.stream(PROMPT, greedy, lora_request=requests[0])
+        next(stream)
+        for index in range(1, 6):
+            requests.append(add(index))
+            assert kept() == [requests[0], *requests[1:][-2:]]
+        (late,) = llm.generate([PROMPT], greedy, lora_request=requests[-2])
+        assert (late.lora_request, late.outputs[0].error) == (requests[-2], None)
+        assert [output.outputs[0].error for output in stream] == [None] * 8
+        llm.generate([PROMPT], SamplingParams(max_tokens=1))  # whose plan reports the end
+        assert kept() == requests[-2:]
+        assert llm.adapters.remove(1)
+        assert kept() == []
+
+
 def test_equal_tensors_are_one_content(base):
     model, (first, *_) = base
     backwards = dict(reversed(first.config.items()))

@@ -18,7 +18,7 @@ from support.waiting import HeldSteps, wait_until
 from hardpoint import LLM, HardpointError, LoRARequest, RequestError, SamplingParams
 from hardpoint.builtin_plugins.step_parts.adapters import Adapters
 from hardpoint.builtin_plugins.step_parts.adapters.engine_half import AdapterSlots
-from hardpoint.builtin_plugins.step_parts.adapters.messages import Call, Progress
+from hardpoint.builtin_plugins.step_parts.adapters.messages import Call, Keep, Progress
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.plugins.config_tables import AdaptersConfig
 
@@ -120,36 +120,38 @@ def test_a_folder_of_the_configuration_that_went_away_wakes_up(base, tmp_path):
 
 
 class Ranks:
-    """The worker halves of two ranks, with answers that a test sets."""
+    """The worker halves of two ranks, with answers that a test sets, and the contents they keep."""
 
     def __init__(self):
         self.progress = [Progress(is_done=True, content=CONTENT)] * 2
-        self.calls = []
+        self.calls, self.kept = [], set()
 
     def __call__(self, message):
         call = msgspec.msgpack.decode(message, type=Call)
         self.calls.append(type(call).__name__)
+        self.kept -= set(getattr(call, "forgotten", ()))
+        self.kept |= {self.progress[0].content} if isinstance(call, Keep) else set()
         return [msgspec.msgpack.encode(answer) for answer in self.progress]
 
 
 CONTENT = "c" * 64
 
 
-def half_of(ranks):
-    config = SimpleNamespace(adapters=AdaptersConfig(max_loras=2, max_cpu_loras=2))
+def half_of(ranks, max_cpu_loras=2):
+    config = SimpleNamespace(adapters=AdaptersConfig(max_loras=2, max_cpu_loras=max_cpu_loras))
     context = SimpleNamespace(clock=time.monotonic, call_workers=ranks)
     half = AdapterSlots("adapters", config, context)
     assert half.workers_started() == {}
     return half
 
 
-def load(half, folder):
+def load(half, folder, content=CONTENT):
     ticket = half.call("load", {"lora": {"name": "a", "id": 1, "path": str(folder)}})
-    assert half.call("poll", {"ticket": ticket})["content_hash"] == CONTENT
+    assert half.call("poll", {"ticket": ticket})["content_hash"] == content
 
 
-def request_of(name, folder="", **fields):
-    adapter = LoRARequest("a", 1, str(folder), CONTENT)
+def request_of(name, folder="", content=CONTENT, **fields):
+    adapter = LoRARequest("a", 1, str(folder), content)
     fields |= {"prompt_token_ids": [1], "params": PARAMS, "lora": adapter}
     return EngineCoreRequest(request_id=name, **fields)
 
@@ -210,6 +212,30 @@ def test_a_removed_adapter_is_read_for_requests_of_other_engines_alone(base):
         assert not half.call("remove", {"lora_id": 1, "mode": "drain"})
         load(half, base / "first")
     admit(half, request_of("y"))
+
+
+def test_workers_forget_replaced_contents(base):
+    """But for the last one, which requests may name, and contents of requests."""
+    ranks = Ranks()
+    half = half_of(ranks, max_cpu_loras=32)
+
+    def replace(*contents):
+        for content in contents:
+            ranks.progress = [Progress(is_done=True, content=content)] * 2
+            load(half, base / "first", content)
+
+    replace("1")
+    admit(half, request_of("x", content="1"))
+    replace("2", "3", "4")
+    assert ranks.kept == {"1", "3", "4"}
+    admit(half, request_of("y", content="3"))
+    half.ended("x")
+    replace("5", "6", "5")
+    assert ranks.kept == {"3", "6", "5"}
+    half.ended("y")
+    assert half.call("remove", {"lora_id": 1, "mode": "drain"})
+    replace("7")
+    assert ranks.kept == {"7"}
 
 
 ONE, TWO = ({"name": "a", "id": 1, "path": path, "content_hash": "1"} for path in ("/a", "/b"))

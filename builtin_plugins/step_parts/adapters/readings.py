@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from hardpoint.plugins import LoRARequest, ModelError, RequestError
+from hardpoint.plugins import HardpointError, LoRARequest, ModelError, RequestError
 
 from .identity import without_layers
 from .messages import Ask, Drop, Keep, Progress, Read
@@ -96,7 +97,7 @@ class Readings:
     def drop(self, ticket: int) -> None:
         """Forget a reading."""
         del self._readings[ticket]
-        self._send(Drop(ticket))
+        self._drop(Drop(ticket))
 
     def drop_unasked(self, seconds: float) -> None:
         """Forget readings that a program has not polled for so many seconds."""
@@ -107,7 +108,11 @@ class Readings:
 
     def forget(self, contents: list[str]) -> None:
         """Let workers forget contents."""
-        self._send(Drop(0, contents))
+        self._drop(Drop(0, contents))
+
+    def _drop(self, call: Drop) -> None:
+        with contextlib.suppress(HardpointError):  # asleep: the workers have nothing
+            self._send(call)
 
     def _send(self, call: Read | Ask | Keep | Drop) -> Sequence[bytes]:
         return self._call_workers(msgspec.msgpack.encode(call))

@@ -119,6 +119,18 @@ def test_a_folder_of_the_configuration_that_went_away_wakes_up(base, tmp_path):
     assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
 
 
+def test_an_adapter_is_removed_while_the_engine_sleeps(base):
+    with LLM(str(base / "model"), config=settings_of("in process"), max_model_len=64) as llm:
+        for index, name in enumerate(("first", "second")):
+            llm.adapters.add(lora(name, index + 1, base / name))
+        llm.sleep(2)
+        assert llm.adapters.remove(1)
+        llm.wake_up()
+        assert [request.name for request in llm.adapters.list()] == ["second"]
+        (output,) = llm.generate([PROMPTS[0]], PARAMS, lora_request=lora("second", 2))
+        assert output.outputs[0].error is None
+
+
 class Ranks:
     """The worker halves of two ranks, with answers that a test sets, and the contents they keep."""
 

@@ -115,7 +115,7 @@ class ServedAdapters:
         """
         self._counts = counts or Counts()
         self._seen = 0
-        self._adapters, self._names = engine.adapters, names
+        self._adapters, self._plugins, self._names = engine.adapters, engine.plugins, names
         self._folders = folders
         self._loaded: dict[str, Loaded] = {}
         self._looked_up: dict[str, asyncio.Task[LoRARequest | None]] = {}
@@ -259,6 +259,7 @@ class ServedAdapters:
             return
         changes, seen = self._changes, self._counts.total(_CHANGES)
         listed = await self._adapters.list()
+        listed = [*listed, *await self._lost(listed)]
         self._last_number = max(self._last_number, *(request.id for request in listed), 0)
         if changes != self._changes:  # the answer is older than what is known
             return
@@ -270,6 +271,19 @@ class ServedAdapters:
             else Loaded(request, now)
             for name, request in held.items()
         }  # fmt: skip
+
+    async def _lost(self, listed: Collection[LoRARequest]) -> list[LoRARequest]:
+        """Return adapters that the engine lacks without a removal, as after a restart.
+
+        The next request of each loads it again.
+        """
+        taken = {key for request in listed for key in (request.name, request.id)}
+        known = [loaded.request for loaded in self._loaded.values()]
+        lacking = [request for request in known if taken.isdisjoint((request.name, request.id))]
+        if not lacking:
+            return []
+        removed = await self._plugins.call_part("adapters", "removed")
+        return [request for request in lacking if request.id not in removed]
 
     def _check_engine(self) -> AdapterEngine:
         if not isinstance(self._adapters, AdapterEngine):

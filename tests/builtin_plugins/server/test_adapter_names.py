@@ -34,12 +34,14 @@ class AdapterEngine(FakeEngine):
         held: by name.
         resolved: results of resolvers by name: a path, a request or an error.
         did: the calls so far.
+        removed: numbers of those that were removed.
         gate: set: `remove_lora` and `resolve_adapter` end.
     """
 
     held: dict = dataclasses.field(default_factory=dict)
     resolved: dict = dataclasses.field(default_factory=dict)
     did: list = dataclasses.field(default_factory=list)
+    removed: list = dataclasses.field(default_factory=list)
     gate: threading.Event = dataclasses.field(default_factory=threading.Event)
     wrong: Exception | None = None
 
@@ -61,8 +63,13 @@ class AdapterEngine(FakeEngine):
     async def remove(self, adapter_id, mode="drain"):
         self.did.append(("remove", adapter_id, mode))
         await self._passed()
-        (name,) = [name for name, held in self.held.items() if held.id == adapter_id]
-        del self.held[name]
+        self.removed.append(adapter_id)
+        for name in [name for name, held in self.held.items() if held.id == adapter_id]:
+            del self.held[name]
+
+    async def call_part(self, part, method, arguments=None):
+        assert (part, method) == ("adapters", "removed")
+        return self.removed
 
     async def list(self):
         return list(self.held.values())
@@ -346,6 +353,26 @@ def test_workers_know_what_others_load_and_unload():
 
     asyncio.run(check())
     os.close(memory)
+
+
+def test_adapters_outlast_a_restart_of_the_engine_until_they_are_removed(server, folder):
+    def listed():
+        return [model["id"] for model in server.client.get("/v1/models").json()["data"][1:]]
+
+    for name in ("sql", "chat", "other"):
+        load(server, folder / "sql", name)
+    server.engine.held = {}  # as after a restart
+    server.engine.removed.append(3)  # by another client
+    assert listed() == ["sql", "chat"]
+    assert complete(server, "absent").status_code == 404
+    assert complete(server, "sql").status_code == 200
+    assert adapter_of(server) == LoRARequest("sql", 1, str(folder / "sql"))
+    server.engine.held["new"] = LoRARequest("new", 2, "/x")  # by another client
+    assert listed() == ["new", "sql"]
+    body = {"lora_name": "sql"}
+    assert server.admin.post("/v1/unload_lora_adapter", json=body).status_code == 200
+    assert listed() == ["new"]
+    assert load(server, folder / "chat", "chat").json()["lora_int_id"] == 4
 
 
 @pytest.mark.parametrize("resolved", [False, True])

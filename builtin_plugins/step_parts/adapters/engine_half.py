@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -38,15 +37,13 @@ from hardpoint.plugins.step_part import (
 from .identity import LinkedFolders, content_hash, read_files
 from .leases import GroupAdapters, Leases
 from .messages import AdapterSlot, StepAdapters, requested_lora
+from .names import AdapterNames
 from .readings import Readings
 
 _UNASKED_SECONDS = 120.0
 """After this, a reading that no program asks for is forgotten."""
 
 _WAIT_SECONDS = 0.002
-
-_MOST_REMOVED = 1024
-"""Numbers of removed adapters that are remembered."""
 
 
 class AdapterSlots(
@@ -76,10 +73,9 @@ class AdapterSlots(
             ModelError: files of one are missing.
         """
         self._name, self._config, self._clock = name, config.adapters, context.clock
-        self._names: dict[str, LoRARequest] = {}
+        self._names = AdapterNames()
         self._paths: dict[str, str] = {}  # of each content that is known
         self._host: dict[str, float] = {}  # contents that workers keep, and their last use
-        self._replaced: dict[str, tuple[str]] = {}  # the content that each name had before
         self._pinned: set[str] = set()
         self._requests: dict[str, str] = {}  # content of each request
         self._named: dict[str, LoRARequest] = {}  # the adapter of each request
@@ -87,7 +83,6 @@ class AdapterSlots(
         self._scales: dict[str, float] = {}  # of requests, if they are not 1.0
         self._ending: set[str] = set()  # requests that a removal ends
         self._leaving: set[str] = set()  # contents that requests have and no name has
-        self._removed: dict[int, None] = {}  # numbers that programs removed, longest ago first
         self._readings = Readings(context.call_workers, context.clock)
         self._wanted: dict[str, int] = {}  # contents that requests wait for, and their readings
         self._links = LinkedFolders()  # removed when nothing needs them
@@ -98,7 +93,7 @@ class AdapterSlots(
             "load": self._load,
             "poll": self._poll,
             "remove": self._remove,
-            "removed": self._list_removed,
+            "removed": lambda: self._names.removed,
             "list": self._list,
             "pin": self._pin,
         }
@@ -117,7 +112,7 @@ class AdapterSlots(
         """
         if not self._has_started:
             self._has_started = True
-            for lora in self._names.values():
+            for lora in self._names:
                 self._read_now(lora.content_hash)
             return {}
         self._host = {}
@@ -159,7 +154,8 @@ class AdapterSlots(
                 f"lora.content_hash: expected the hash of a loaded adapter, as LLM.adapters.add "
                 f"returns it, got none for {name!r}"
             )
-        self._check_known(request.lora, is_admitted=request.is_admitted)
+        is_admitted = request.is_admitted
+        self._names.check_request(request.lora, self._paths, is_admitted=is_admitted)
         self._groups.add(request, content)
         if content not in self._paths:
             self._paths[content] = request.lora.path
@@ -168,20 +164,6 @@ class AdapterSlots(
         self._named[request.request_id] = request.lora
         if scale != 1.0:
             self._scales[request.request_id] = scale
-
-    def _check_known(self, lora: LoRARequest, *, is_admitted: bool) -> None:
-        name, content = lora.name, lora.content_hash
-        is_removed = lora.id in self._removed and not is_admitted
-        if is_removed or not (content in self._paths or lora.path):
-            raise RequestError(
-                f"lora: expected one of {self._known()}, got {name!r} with content "
-                f"{content[:16]}; it was removed, replaced or never added"
-            )
-        if content not in self._paths and not os.path.isdir(lora.path):
-            raise RequestError(
-                f"lora: the engine that had {name!r} with content {content[:16]} ended, and its "
-                f"folder {lora.path!r} is gone; add the adapter again"
-            )
 
     def refused(self, request_id: str) -> None:
         """Forget a request."""
@@ -271,7 +253,7 @@ class AdapterSlots(
         stats.num_waiting_by_adapter = dict(waiting)
         stats.num_adapter_slots = self._config.max_loras
         stats.num_requests_by_adapter = {
-            name: running.get(lora.content_hash, 0) for name, lora in self._names.items()
+            lora.name: running.get(lora.content_hash, 0) for lora in self._names
         }
 
     def close(self) -> None:
@@ -308,28 +290,8 @@ class AdapterSlots(
         Raises:
             RequestError: one has another path or content.
         """
-        found = (self._find(requested_lora(lora)) for lora in loras)
+        found = [self._names.find(requested_lora(lora), self._paths) for lora in loras]
         return [None if lora is None else msgspec.structs.asdict(lora) for lora in found]
-
-    def _find(self, lora: LoRARequest) -> LoRARequest | None:
-        loaded = self._names.get(lora.name)
-        if loaded is None:
-            return None
-        if lora.content_hash == loaded.content_hash:  # wherever: tensors have a folder per engine
-            return loaded
-        if lora.content_hash:
-            if (path := self._paths.get(lora.content_hash)) is not None:
-                return msgspec.structs.replace(loaded, path=path, content_hash=lora.content_hash)
-            raise RequestError(
-                f"lora_request.content_hash: {lora.name!r} has content {loaded.content_hash[:16]}, "
-                f"got {lora.content_hash[:16]}"
-            )
-        if lora.path and lora.path != loaded.path:
-            raise RequestError(
-                f"lora_request.path: {lora.name!r} was loaded from {loaded.path!r}, got "
-                f"{lora.path!r}; add_lora replaces it"
-            )
-        return loaded
 
     def _load(
         self, lora: Mapping[str, Any], *, ticket: int | None = None, is_temporary: bool = False
@@ -352,18 +314,11 @@ class AdapterSlots(
             raise RequestError(
                 f"lora.scale: expected 1.0, as each request has a scale of its own, got {new.scale}"
             )
-        self._check_id(new)
+        self._names.check_number(new)
         if is_temporary:
             new = msgspec.structs.replace(new, path=self._links.add(new.path))
         self._readings.drop_unasked(_UNASKED_SECONDS)
         return self._readings.begin(new.path, new, ticket)
-
-    def _check_id(self, new: LoRARequest) -> None:
-        for name, lora in self._names.items():
-            if lora.id == new.id and name != new.name:
-                raise RequestError(
-                    f"lora.id: {new.id} belongs to {name!r}, got it for {new.name!r}"
-                )
 
     def _poll(self, ticket: int) -> dict[str, Any] | None:
         """Return an adapter that was loaded, under its name now; None while it is read.
@@ -382,7 +337,7 @@ class AdapterSlots(
             return None
         new = reading.lora
         try:
-            self._check_id(new)
+            self._names.check_number(new)
             if new.content_hash not in ("", content):
                 raise ModelError(
                     f"{new.path}: lora.content_hash: expected {content}, got {new.content_hash}"
@@ -403,34 +358,23 @@ class AdapterSlots(
         """
         if mode not in ("drain", "end"):
             raise RequestError(f'mode: expected "drain" or "end", got {mode!r}')
-        lora = self._of_id(lora_id) or self._without_name(lora_id)
-        self._removed.pop(lora_id, None)
-        self._removed[lora_id] = None
-        if len(self._removed) > _MOST_REMOVED:
-            del self._removed[next(iter(self._removed))]
+        lost = filter(self._names.is_lost, self._named.values())  # of requests alone
+        lora = self._names.with_number(lora_id)
+        lora = lora or next((other for other in lost if other.id == lora_id), None)
+        self._names.note_removed(lora_id)
         if lora is None:
             return False
-        self._names.pop(lora.name, None)
+        replaced = self._names.remove(lora.name)
         if mode == "end":  # also requests with an earlier content of the name
             users = self._named.items()
             self._ending |= {user for user, has in users if has.name == lora.name}
-        contents = dict.fromkeys([lora.content_hash, *self._replaced.pop(lora.name, ())])
+        contents = dict.fromkeys([lora.content_hash, *replaced])
         if unused := [content for content in contents if self._leave(content)]:
             self._forget(unused)
         return True
 
-    def _without_name(self, lora_id: int) -> LoRARequest | None:
-        """Return an adapter that only requests from other engines have."""
-        for lora in self._named.values():
-            if lora.id == lora_id and not (lora.name in self._names or lora_id in self._removed):
-                return lora
-        return None
-
-    def _list_removed(self) -> list[int]:
-        return list(self._removed)
-
     def _list(self) -> list[dict[str, Any]]:
-        return [msgspec.structs.asdict(lora) for lora in self._names.values()]
+        return [msgspec.structs.asdict(lora) for lora in self._names]
 
     def _pin(self, lora_id: int) -> bool:
         """Keep an adapter in CPU memory; return whether there is one.
@@ -438,7 +382,7 @@ class AdapterSlots(
         Raises:
             RequestError: as many as there is room for are kept already.
         """
-        lora = self._of_id(lora_id)
+        lora = self._names.with_number(lora_id)
         if lora is None:
             return False
         pinned, limit = self._pinned | {lora.content_hash}, self._config.num_cpu_loras
@@ -450,30 +394,18 @@ class AdapterSlots(
         self._pinned = pinned
         return True
 
-    def _of_id(self, lora_id: int) -> LoRARequest | None:
-        return next((lora for lora in self._names.values() if lora.id == lora_id), None)
-
-    def _known(self) -> str:
-        return ", ".join(map(repr, self._names)) or "a loaded adapter (there is none)"
-
     # Contents
 
     def _set_alias(self, lora: LoRARequest) -> None:
-        before = self._names.get(lora.name)
-        self._names[lora.name] = lora
-        if before is not None and before.content_hash != lora.content_hash:
-            if not self._has_name(before.content_hash):
-                self._pinned.discard(before.content_hash)
-            for earlier in self._replaced.get(lora.name, ()):
-                self._leave(earlier)
-            self._replaced[lora.name] = (before.content_hash,)
-        self._removed.pop(lora.id, None)
+        for earlier in self._names.set(lora):
+            self._leave(earlier)
+        self._pinned = set(filter(self._names.has_content, self._pinned))
         self._leaving.discard(lora.content_hash)
         self._paths[lora.content_hash] = lora.path
 
     def _leave(self, content: str) -> bool:
         """Let a content without a name go after its last request; return whether it has none."""
-        if self._has_name(content):
+        if self._names.has_content(content):
             return False
         self._pinned.discard(content)
         if content in self._requests.values():
@@ -483,10 +415,7 @@ class AdapterSlots(
         return True
 
     def _is_needed(self, content: str) -> bool:
-        return content in self._requests.values() or self._has_name(content)
-
-    def _has_name(self, content: str) -> bool:
-        return any(lora.content_hash == content for lora in self._names.values())
+        return content in self._requests.values() or self._names.has_content(content)
 
     def _is_read(self, content: str) -> bool:
         """Read a content that requests need; return whether workers have it now.
@@ -540,5 +469,5 @@ class AdapterSlots(
 
     def _remove_unused(self) -> None:
         if self._links:
-            named = (lora.path for lora in self._names.values())
+            named = (lora.path for lora in self._names)
             self._links.remove({*self._paths.values(), *named, *self._readings.paths})

@@ -108,3 +108,22 @@ async def test_an_event_loop_forks_open_requests(scripted, level):
         with pytest.raises(RequestError, match="'c' is not the id of an open request"):
             llm.fork("c", [])
         await conversation.aclose()
+
+
+async def test_a_fork_that_begins_after_its_source_was_closed_is_of_the_same_request(scripted):
+    params = request_of(**REQUESTS["processors"])
+    async with AsyncLLM(config=scripted_config(scripted, PLUGINS)) as llm:
+        source = llm.generate(PROMPT, params, "r")
+        tokens = [output.outputs[0].token_ids async for output in llm.generate(PROMPT, params)][-1]
+        await anext(source)
+        unused, fork = llm.fork("r", []), llm.fork("r", [])
+        await source.aclose()
+        with pytest.raises(RequestError, match="'r' is not the id of an open request"):
+            llm.fork("r", [])
+        await anext(fork)
+        last = [output.outputs[0] async for output in llm.fork("r", [])][-1]
+        assert (last.index, last.token_ids) == (3, tokens)
+        await fork.aclose()
+        await unused.aclose()
+        with pytest.raises(RequestError, match="'r' is not the id of an open request"):
+            llm.fork("r", [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -28,25 +28,32 @@ class OpenRequests:
         self._num_open = collections.Counter[str]()
 
     def opener(
-        self, params: object, extras: RequestExtras
+        self, params: object, extras: RequestExtras, family: RequestForks | None = None
     ) -> Callable[[str, EngineCoreRequest], Opened]:
         """Return `opened` of a request with these parameters."""
-        return functools.partial(self.opened, params, extras)
+        return functools.partial(self.opened, params, extras, family)
 
     @contextlib.contextmanager
     def opened(
-        self, params: object, extras: RequestExtras, request_id: str, request: EngineCoreRequest
+        self,
+        params: object,
+        extras: RequestExtras,
+        family: RequestForks | None,
+        request_id: str,
+        request: EngineCoreRequest,
     ) -> Iterator[None]:
         """Let a request be forked while its stream, or a fork's stream, is open.
 
         Args:
             params: its parameters as they were given.
             extras: its extras.
+            family: source of the fork, whose stream may be closed; None begins a family.
             request_id: the user's.
             request: as it was sent.
         """
-        if request_id not in self._families:
-            self._families[request_id] = RequestForks(request, params, extras, self._clock)
+        if family is None:
+            family = RequestForks(request, params, extras, self._clock)
+        self._families.setdefault(request_id, family)
         self._num_open[request_id] += 1
         try:
             yield
@@ -61,14 +68,12 @@ class OpenRequests:
         for request_id in request_ids:
             self._families.pop(request_id, None)
 
-    def fork(
-        self, request_id: str, token_ids: Sequence[int]
-    ) -> tuple[EngineCoreRequest, RequestExtras]:
-        """Return a copy of an open request and its extras, as `RequestForks.fork`.
+    def family(self, request_id: str) -> RequestForks:
+        """Return an open request with its forks.
 
         Raises:
-            RequestError: no request of that id is open, or the tokens are no list of numbers.
+            RequestError: no request of that id is open.
         """
         if (family := self._families.get(request_id)) is None:
             raise RequestError(f"request_id: {request_id!r} is not the id of an open request")
-        return family.fork(token_ids)
+        return family

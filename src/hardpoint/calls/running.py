@@ -261,8 +261,9 @@ class AsyncRequests:
         self, request_id: str, token_ids: Sequence[int]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Go on with other outputs in a copy of an open request; yield the outputs of the copy."""
-        fork, extras = self.open.fork(request_id, token_ids)
-        opened = self.open.opener(None, extras)
+        family = self.open.family(request_id)
+        fork, extras = family.fork(token_ids)
+        opened = self.open.opener(None, extras, family)
         prompt: Any = fork
         return self._engine.generate(prompt, None, request_id, extras, opened)
 

@@ -219,8 +219,8 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=ModelClass):
                 another one. May be empty.
 
         Raises:
-            RequestError: no request of that id is open; tokens are wrong, or end the request; a
-                logits processor cannot go on after outputs.
+            RequestError: no request of that id is open, or several are; tokens are wrong, or end
+                the request; a logits processor cannot go on after outputs.
             OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
         """
         return self._requests.fork(request_id, token_ids)

@@ -127,3 +127,31 @@ async def test_a_fork_that_begins_after_its_source_was_closed_is_of_the_same_req
         await unused.aclose()
         with pytest.raises(RequestError, match="'r' is not the id of an open request"):
             llm.fork("r", [])
+
+
+async def test_a_fork_of_a_shared_id_is_of_the_one_open_request(scripted):
+    several = r"'r' is the id of 2 open requests; give a request an id of its own to fork it"
+
+    async def prompt_of(stream):
+        return (await anext(stream)).prompt_token_ids
+
+    async with AsyncLLM(config=scripted_config(scripted)) as llm:
+        prompts = ["one", "two words", "three", "four"]
+        first, second, third, fourth = (llm.generate(p, request_of(), "r") for p in prompts)
+        await anext(first)
+        expected = await prompt_of(second)
+        with pytest.raises(RequestError, match=several):
+            llm.fork("r", [])
+        await first.aclose()
+        fork = llm.fork("r", [])
+        assert await prompt_of(fork) == expected
+        await anext(third)
+        await second.aclose()
+        with pytest.raises(RequestError, match=several):  # the fork is open
+            llm.fork("r", [])
+        await third.aclose()
+        assert await prompt_of(llm.fork("r", [])) == expected
+        await llm.abort("r")
+        expected = await prompt_of(fourth)
+        await fork.aclose()  # which was aborted
+        assert await prompt_of(llm.fork("r", [])) == expected

@@ -24,8 +24,8 @@ class OpenRequests:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._families: dict[str, RequestForks] = {}
-        self._num_open = collections.Counter[str]()
+        self._families: dict[str, collections.Counter[RequestForks]] = {}
+        """Their open streams, counted; requests may share an id."""
 
     def opener(
         self, params: object, extras: RequestExtras, family: RequestForks | None = None
@@ -53,15 +53,16 @@ class OpenRequests:
         """
         if family is None:
             family = RequestForks(request, params, extras, self._clock)
-        self._families.setdefault(request_id, family)
-        self._num_open[request_id] += 1
+        families = self._families.setdefault(request_id, collections.Counter())
+        families[family] += 1
         try:
             yield
         finally:
-            self._num_open[request_id] -= 1
-            if not self._num_open[request_id]:
-                del self._num_open[request_id]
-                self._families.pop(request_id, None)
+            families[family] -= 1
+            if not families[family]:
+                del families[family]
+            if not families and self._families.get(request_id) is families:
+                del self._families[request_id]
 
     def aborted(self, request_ids: Iterable[str]) -> None:
         """Let requests have no further forks."""
@@ -72,8 +73,15 @@ class OpenRequests:
         """Return an open request with its forks.
 
         Raises:
-            RequestError: no request of that id is open.
+            RequestError: no request of that id is open, or several are.
         """
-        if (family := self._families.get(request_id)) is None:
+        families = self._families.get(request_id, ())
+        if not families:
             raise RequestError(f"request_id: {request_id!r} is not the id of an open request")
+        if len(families) > 1:
+            raise RequestError(
+                f"request_id: {request_id!r} is the id of {len(families)} open requests; give a "
+                f"request an id of its own to fork it"
+            )
+        (family,) = families
         return family

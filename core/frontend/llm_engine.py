@@ -126,7 +126,7 @@ class LLMEngine(EngineOwner):
         Raises:
             As `add_request`. An engine's process that refuses one ends all; its output is first.
         """
-        self._check_open()
+        self.check_open()
         submissions: list[Submission] = []
         try:
             for request in requests:
@@ -195,7 +195,7 @@ class LLMEngine(EngineOwner):
             EngineDeadError: the engine has ended; an EngineFaultError if a plugin is responsible.
             EngineTimeoutError: it gave no outputs in time.
         """
-        self._check_open()
+        self.check_open()
         if timeout is not None:
             timeout = convert(timeout, Seconds, path="timeout", error=RequestError)
         observers = self._frontend.observers
@@ -245,7 +245,7 @@ class LLMEngine(EngineOwner):
         Raises:
             RequestError: no live request has that id.
         """
-        self._check_open()
+        self.check_open()
         live = self._frontend.children_of(request_id)
         reasons = EngineUtilities.why_waiting.call(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
@@ -313,7 +313,7 @@ class LLMEngine(EngineOwner):
             HardpointError: raised by the utility.
             EngineClosedError, EngineDeadError, EngineTimeoutError: it could not be called.
         """
-        self._check_open()
+        self.check_open()
         method = convert(method, str, path="method", error=RequestError)
         try:
             return self._client.call_utility(method, *args, rank=rank)
@@ -413,7 +413,13 @@ class LLMEngine(EngineOwner):
             raise_unless_fault(further)
             _log.exception("closing the engine after an error failed as well")
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Check that the engine is open.
+
+        Raises:
+            EngineClosedError: it was closed.
+            EngineDeadError: it has ended.
+        """
         if self._dead is not None:  # each call reports it, not the first one alone
             raise engine_dead(self._dead)
         if self._closed:

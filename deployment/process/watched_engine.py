@@ -131,6 +131,18 @@ class WatchedEngine(EngineOwner):
             return engine_dead(failure)  # it died before its first use
         return ended
 
+    def check_open(self) -> None:
+        """Check that the engine is open, in any thread.
+
+        Raises:
+            EngineClosedError: it was closed.
+            EngineDeadError: it is dead.
+        """
+        if self._lifecycle.state is EngineState.CLOSED:
+            raise _closed()
+        if (error := self.dead_error) is not None:
+            raise engine_dead(error)
+
     def close(self) -> None:
         """End the engine; every caller that waits gets an error. In any thread, once or twice."""
         if self._owner.is_other or not self._lifecycle.close():

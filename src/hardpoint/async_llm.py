@@ -247,7 +247,9 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=ModelClass):
         Raises:
             RequestError: parameters or options are wrong for a conversation.
             OverloadedError: `conversations.max_open` are open.
+            EngineDeadError, EngineClosedError: as `generate`.
         """
+        self._engine.check_open()
         check_options(options)
         _, of_turns = Chat.taken_from(options)
         return AsyncConversation(

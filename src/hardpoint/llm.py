@@ -270,7 +270,9 @@ class LLM(ShownModel, SyncCaller, metaclass=ModelClass):
         Raises:
             RequestError: parameters or options are wrong for a conversation.
             OverloadedError: `conversations.max_open` are open.
+            EngineDeadError, EngineClosedError: the engine has ended, or was closed.
         """
+        self._engine.check_open()
         check_options(options)
         _, of_turns = Chat.taken_from(options)
         return Conversation(

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -21,6 +22,9 @@ from hardpoint import (
     HardpointError,
 )
 from hardpoint.testing import write_scripted_model
+from hardpoint.toolkit.limited import LimitedProcess
+
+HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +57,31 @@ class TestEnd:
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineClosedError)
         assert not llm.is_running
-        for call in (llm.plugins.health(), llm.abort("x"), collect(llm.generate("x"))):
-            with pytest.raises(EngineClosedError, match="the engine is closed"):
+        calls = (llm.plugins.health(), llm.abort("x"), collect(llm.generate("x")))
+        for call in (*calls, collect(llm.chat(HI)), llm.model.apply_chat_template(HI)):
+            with pytest.raises(EngineClosedError, match="^the engine is closed$"):
                 await call
+        with pytest.raises(EngineClosedError, match="^the engine is closed$"):
+            llm.open_conversation()
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+    async def test_close_while_a_chat_template_is_rendered(self, folder, monkeypatch):
+        ask, begun, closed = LimitedProcess.ask, threading.Event(), threading.Event()
+
+        def held(*args, **options):
+            begun.set()
+            assert closed.wait(PATIENCE_S)
+            return ask(*args, **options)
+
+        monkeypatch.setattr(LimitedProcess, "ask", held)
+        async with AsyncLLM(config=config(folder)) as llm:
+            chat = asyncio.create_task(collect(llm.chat(HI)))
+            await until(begun.is_set, "the template")
+            await llm.aclose()
+            closed.set()
+            with pytest.raises(EngineClosedError, match="^the engine is closed$"):
+                await chat
 
     async def test_a_death_is_told_to_all_at_once(self, folder):
         async with AsyncLLM(config=config(folder)) as llm:
@@ -89,6 +113,7 @@ class TestEnd:
                 llm.plugins.health(),
                 llm.engines.scheduler_stats(),
                 collect(llm.generate("x")),
+                collect(llm.chat(HI)),
             ):
                 with pytest.raises(EngineDeadError, match="was killed by signal 9"):
                     await call
@@ -97,6 +122,8 @@ class TestEnd:
         llm = AsyncLLM(config=config(folder))
         os.kill(llm.engines.pid, signal.SIGKILL)
         wait_until(lambda: not llm.is_running, PATIENCE_S, "the word of its death")
+        with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+            llm.open_conversation()
         with pytest.raises(EngineDeadError, match="was killed by signal 9"):
             asyncio.run(collect(llm.generate("x", GREEDY)))
         llm.close()

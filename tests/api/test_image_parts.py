@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import threading
 
 import numpy as np
@@ -15,7 +17,7 @@ from support.waiting import PATIENCE_S, until
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
 from hardpoint.chat import PartReader, read_messages
-from hardpoint.errors import EngineClosedError
+from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.testing import scripted_config, write_scripted_model
 
@@ -301,6 +303,18 @@ def test_an_engine_that_is_closed_reads_no_further_images(folder):
             await opened.model.apply_chat_template(pictured)
 
     asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE_S))
+
+
+def test_a_dead_engine_reads_no_images(folder):
+    prompt = {"prompt": IMAGE, "multi_modal_data": {"image": [encoded(FIRST)]}}
+    with LLM(str(folder), config=settings(engine={"in_process": False})) as opened:
+        opened.generate(prompt, GREEDY)
+        stream = opened.stream("x", SamplingParams(max_tokens=400, ignore_eos=True))
+        os.kill(opened.llm_engine.pids[0], signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            list(stream)
+        with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+            opened.generate(prompt, GREEDY)
 
 
 def test_messages_of_other_kinds_pass_unchanged():

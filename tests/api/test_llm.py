@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import os
 import re
+import signal
 import sys
 import weakref
 
@@ -13,11 +15,27 @@ import numpy as np
 import pytest
 from support.internals import core_of, open_calls_of, worker_of
 
-from hardpoint import LLM, EngineClosedError, RequestError, RequestOutputKind, SamplingParams
+from hardpoint import (
+    LLM,
+    EngineClosedError,
+    EngineDeadError,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+)
 from hardpoint import progress as progress_display
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+HI = [{"role": "user", "content": "hi"}]
+CALLS = (
+    lambda llm: llm.generate("x"),
+    lambda llm: llm.stream("x"),
+    lambda llm: llm.chat(HI),
+    lambda llm: llm.stream_chat(HI),
+    lambda llm: llm.model.apply_chat_template(HI),
+    lambda llm: llm.open_conversation(),
+)
 
 
 def text(output) -> str:
@@ -162,10 +180,9 @@ def test_streamed_kinds(llm):
 
 
 def test_chat(llm):
-    messages = [{"role": "user", "content": "hi"}]
-    assert text(llm.chat(messages, GREEDY)[0]) == "hello"
-    assert [text(o) for o in llm.chat([messages, messages], GREEDY)] == ["hello", "hello"]
-    assert "".join(text(o) for o in llm.stream_chat(messages, GREEDY)) == "hello"
+    assert text(llm.chat(HI, GREEDY)[0]) == "hello"
+    assert [text(o) for o in llm.chat([HI, HI], GREEDY)] == ["hello", "hello"]
+    assert "".join(text(o) for o in llm.stream_chat(HI, GREEDY)) == "hello"
 
 
 def test_numbers_of_numpy_are_numbers(llm):
@@ -195,8 +212,21 @@ def test_closing_lets_go_of_everything(scripted):
     llm.close()
     gc.collect()
     assert [ref() for ref in held] == [None, None]
-    with pytest.raises(EngineClosedError):
-        llm.generate("x")
+    for call in CALLS:
+        with pytest.raises(EngineClosedError, match="^the engine is closed$"):
+            call(llm)
+
+
+def test_each_call_of_a_dead_engine_has_the_error_that_ended_it(scripted):
+    with LLM(config=scripted_config(scripted, {"engine": {"in_process": False}})) as llm:
+        llm.chat(HI, GREEDY)
+        stream = llm.stream("x", SamplingParams(max_tokens=400, ignore_eos=True))
+        os.kill(llm.llm_engine.pids[0], signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            list(stream)
+        for call in CALLS:
+            with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+                call(llm)
 
 
 def test_two_at_once(scripted):

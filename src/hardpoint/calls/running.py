@@ -58,7 +58,7 @@ class SyncRequests:
         """Run requests on an engine, with adapters that are loaded if necessary."""
         self._engine, self._adapters = engine, adapters
         self.calls = OpenCalls(engine)
-        self.images = PromptImages(engine.parts)
+        self.images = PromptImages(engine.parts, engine.check_open)
 
     def complete(
         self,
@@ -185,7 +185,8 @@ class SyncRequests:
     def rendered(self, messages: Any, chat: Chat) -> Mapping[str, Any]:
         """Return a conversation as a prompt, by the model's chat template."""
         engine = self._engine
-        return chat.rendered(engine.parts.tokenizer, messages, self.images, engine.lock)
+        with _while_open(engine.check_open):
+            return chat.rendered(engine.parts.tokenizer, messages, self.images, engine.lock)
 
     def encode_text(self, text: str, is_first: bool) -> list[int]:
         """Return the tokens of a part of a conversation."""
@@ -331,11 +332,29 @@ class AsyncRequests:
 
     async def rendered(self, messages: Any, chat: Chat) -> Mapping[str, Any]:
         """Return a conversation as a prompt, rendered by the model's chat template in a thread."""
-        return await self.images.rendered(chat.rendered, messages)
+        with _while_open(self._engine.check_open):
+            return await self.images.rendered(chat.rendered, messages)
 
     async def encode_text(self, text: str, is_first: bool) -> list[int]:
         """Return the tokens of a part of a conversation."""
         return await self._engine.tokenise(text, add_special_tokens=is_first)
+
+
+@contextlib.contextmanager
+def _while_open(check_open: Callable[[], None]) -> Iterator[None]:
+    """Let a plugin be called while the engine is open.
+
+    The end of the engine closes its plugins: what they raise then is no fault.
+
+    Args:
+        check_open: raises the error of an engine that is closed or dead.
+    """
+    check_open()
+    try:
+        yield
+    except PluginFaultError:
+        check_open()
+        raise
 
 
 def _whole(params: Params) -> Params:

@@ -138,7 +138,8 @@ def _about_directory(path: Path) -> str:
     if not names:
         return f"the directory is empty; expected {_EXPECTED}"
     if gguf := [name for name in names if name.endswith(".gguf")]:
-        return f"it is a directory; expected the path of a file in it, {gguf[0]} for example"
+        model = min(gguf, key=lambda name: "mmproj" in name.lower())
+        return f"it is a directory; expected the path of a file in it, {model} for example"
     for name in names:
         if why := _about_format(name):
             return why

@@ -25,6 +25,10 @@ MODELS = {
         "BF16/tiny-BF16-00001-of-00002.gguf": b"GGUF first" * 1000,
         "BF16/tiny-BF16-00002-of-00002.gguf": b"GGUF second" * 1000,
     },
+    "acme/images-GGUF": {
+        "mmproj-images-Q8_0.gguf": b"GGUF projector" * 1000,
+        "images-Q8_0.gguf": b"GGUF model" * 1000,
+    },
 }
 
 
@@ -97,6 +101,20 @@ def test_pull_list_and_remove(run, hub):
     assert lines[-2] == "No model is in the cache; hardpoint pull OWNER/NAME downloads one."
 
 
+def test_a_projector_is_no_model(run, hub, tmp_path):
+    done = run("pull acme/images-GGUF:Q8_0")
+    assert done.stdout.split()[0].endswith("/images-Q8_0.gguf"), done
+    assert hub.sent == ["images-Q8_0.gguf"]
+    projector = next(tmp_path.rglob("images-Q8_0.gguf")).with_name("mmproj-images-Q8_0.gguf")
+    projector.write_bytes(b"GGUF")  # as other programs download it
+    done = run("pull acme/images-GGUF:Q8_0 -q", "models list", "models rm acme/images-GGUF:Q8_0")
+    assert done.stdout.split()[0].endswith("/images-Q8_0.gguf"), done
+    row = next(line for line in done.stdout.splitlines() if "images-GGUF:Q8_0" in line)
+    assert row.endswith("/images-Q8_0.gguf")
+    assert "/mmproj" not in row
+    assert projector.exists()
+
+
 def test_a_pull_that_failed_goes_on(run, hub):
     hub.cut.add("model.safetensors")
     done = run("pull acme/plain", "pull acme/plain -q", "pull acme/plain -q")
@@ -165,6 +183,8 @@ def test_names(text, name):
         ("model-f16.gguf", "F16"),
         ("BF16.gguf", "BF16"),
         ("mmproj.gguf", None),
+        ("mmproj-pixtral-12b-Q8_0.gguf", None),
+        ("Pixtral-mmproj-f16.gguf", None),
     ],
 )
 def test_quantizations(file, name):

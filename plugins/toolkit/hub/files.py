@@ -29,6 +29,7 @@ _QUANTIZATION = re.compile(
     re.IGNORECASE,
 )
 _TOKEN = re.compile(r"[\x21-\x7e]+")
+_PROJECTORS = "*[mM][mM][pP][rR][oO][jJ]*"  # the image encoders of GGUF models
 _PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
@@ -54,8 +55,8 @@ def hub_name(text: str) -> HubName | None:
 
 
 def quantization_of(file: str) -> str | None:
-    """Return the quantization in the name of a GGUF file; None if it has none."""
-    match = _QUANTIZATION.search(file)
+    """Return the quantization in the name of a GGUF file; None if it has none, or is no model."""
+    match = None if fnmatchcase(file, _PROJECTORS) else _QUANTIZATION.search(file)
     return None if match is None else match[1].upper()
 
 
@@ -67,7 +68,7 @@ def select_files(name: HubName, files: Iterable[str]) -> list[str]:
             quantizations that exist.
     """
     files = sorted(files)
-    gguf = [file for file in files if file.endswith(".gguf")]
+    gguf = [file for file in files if file.endswith(".gguf") and not fnmatchcase(file, _PROJECTORS)]
     known = ", ".join(sorted({label for file in gguf if (label := quantization_of(file))}))
     if name.quantization is None:
         chosen = [file for file in files if any(fnmatchcase(file, p) for p in _PATTERNS)]
@@ -129,7 +130,13 @@ def fetch_files(name: HubName) -> Path:
 
     if name.quantization is None:
         return Path(snapshot_download(name.repo, allow_patterns=list(_PATTERNS)))
-    folder = Path(snapshot_download(name.repo, allow_patterns=_gguf_patterns(name.quantization)))
+    folder = Path(
+        snapshot_download(
+            name.repo,
+            allow_patterns=_gguf_patterns(name.quantization),
+            ignore_patterns=[_PROJECTORS],
+        )
+    )
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
     first = [file for file in select_files(name, files) if not _PART.search(file)]
     return folder / first[0]

@@ -127,6 +127,7 @@ def test_an_unsupported_architecture_of_a_gguf_file_is_called_that(here):
         (LLAMA, ("model.onnx",), "model.onnx is in the format of ONNX, which is not supported"),
         (LLAMA, ("weights.npz",), "weights.npz is in the format of MLX, which is not supported"),
         (None, ("a-q4.gguf",), "expected the path of a file in it, a-q4.gguf for example"),
+        (None, ("mmproj-q4.gguf", "q4.gguf"), "expected the path of a file in it, q4.gguf for"),
     ],
 )
 def test_a_directory_without_weights_that_can_be_read(config, files, words, here):

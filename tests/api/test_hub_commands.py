@@ -28,6 +28,8 @@ MODELS = {
     "acme/images-GGUF": {
         "mmproj-images-Q8_0.gguf": b"GGUF projector" * 1000,
         "images-Q8_0.gguf": b"GGUF model" * 1000,
+        "images-UD-Q8_0.gguf": b"GGUF dynamic" * 1000,
+        "images-UD-Q4_K_XL.gguf": b"GGUF dynamic" * 1000,
     },
 }
 
@@ -113,6 +115,16 @@ def test_a_projector_is_no_model(run, hub, tmp_path):
     assert row.endswith("/images-Q8_0.gguf")
     assert "/mmproj" not in row
     assert projector.exists()
+
+
+def test_a_dynamic_quantization_has_a_name_of_its_own(run, hub):
+    done = run("pull acme/images-GGUF:Q8_0", "generate x --model acme/images-GGUF:Q4_K_XL")
+    assert done.stdout.split()[0].endswith("/images-Q8_0.gguf"), done
+    assert "no GGUF file of the quantization Q4_K_XL" in done.stderr
+    assert hub.sent == ["images-Q8_0.gguf"]
+    done = run("pull acme/images-GGUF:ud-q4_k_xl")
+    assert done.stdout.split()[0].endswith("/images-UD-Q4_K_XL.gguf"), done
+    assert hub.sent[1:] == ["images-UD-Q4_K_XL.gguf"]
 
 
 def test_a_pull_that_failed_goes_on(run, hub):

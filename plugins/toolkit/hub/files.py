@@ -134,7 +134,8 @@ def fetch_files(name: HubName) -> Path:
         snapshot_download(
             name.repo,
             allow_patterns=_gguf_patterns(name.quantization),
-            ignore_patterns=[_PROJECTORS],
+            # `*-Q4_K_XL.gguf` matches files of UD-Q4_K_XL, too.
+            ignore_patterns=[_PROJECTORS, *_gguf_patterns(f"UD-{name.quantization}")],
         )
     )
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]

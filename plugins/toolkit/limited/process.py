@@ -55,7 +55,7 @@ class LimitedProcess:
         self._seconds, self._max_bytes = seconds, max_bytes
         self._max_answer_bytes = max_answer_bytes
         self._settings = dict(settings or {})
-        self._lock = FairLock()
+        self._locks: dict[int, FairLock] = {}  # by process: a fork copies one that may be taken
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = self._is_idle = False
         self._owner = 0  # the process that started it; a fork of it starts another one
@@ -81,6 +81,10 @@ class LimitedProcess:
                 self._end()
                 self._start()
             return self._exchange(parts, self._seconds)
+
+    @property
+    def _lock(self) -> FairLock:
+        return self._locks.setdefault(os.getpid(), FairLock())
 
     @property
     def pid(self) -> int | None:

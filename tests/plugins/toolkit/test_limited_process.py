@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.errors import EngineClosedError, HardpointError
 from hardpoint.toolkit.limited import LimitedProcess
@@ -93,6 +95,26 @@ def test_one_that_is_closed_is_not_started_again_for_those_who_wait(tmp_path):
     assert sum(isinstance(error, EngineClosedError) for error in errors) == 3
     with pytest.raises(EngineClosedError, match="the process to test was closed"):
         made.ask(b"a")
+
+
+def test_a_fork_during_a_turn_has_a_process_of_its_own(tmp_path):
+    made = process(tmp_path)
+    (tmp_path / "held").touch()
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(made.ask, b"hold")
+        wait_until((tmp_path / "begun").exists, what="the turn of the other thread")
+        if (child := os.fork()) == 0:
+            with contextlib.suppress(BaseException):
+                signal.alarm(int(PATIENCE_S))  # ends it if it hangs
+                answer = made.ask(b"a")
+                made.close()
+                os._exit(answer != b"<aa")
+            os._exit(2)
+        status = os.waitpid(child, 0)[1]
+        (tmp_path / "held").unlink()
+        assert answer.result() == b"<holdhold"
+    made.close()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_a_program_that_cannot_start_is_an_error(tmp_path):

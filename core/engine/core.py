@@ -127,7 +127,11 @@ class EngineCore(EngineUtilities):
             for member in members_of(request) if request.members else ():
                 self._parts.step_parts.add(member)
             self._scheduler.add_request(self._parts.step_parts.add(request))
-            if self._scheduler.num_unfinished_requests() <= num_before:
+            if (
+                # The number alone may not grow: a signal handler may have aborted other requests.
+                live_request(self._scheduler, request.request_id) is None
+                and self._scheduler.num_unfinished_requests() <= num_before
+            ):
                 label = self._parts.scheduler_label
                 raise RequestError(f"{label}: its add_request did not add the request")
         except BaseException:

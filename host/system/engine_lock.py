@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import functools
 import os
 import threading
@@ -50,7 +52,62 @@ class OwnerProcess:
             )
 
 
-class EngineLock:
+class DeferringLock:
+    """A reentrant lock, as a context, with calls that wait until no thread has it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._thread: int | None = None
+        self._depth = 0
+        self._later: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> None:
+        """Wait for the lock."""
+        thread = threading.get_ident()
+        if self._thread != thread:
+            self._lock.acquire()
+            self._thread = thread
+        self._begin()
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._thread = None
+            self._lock.release()
+            if self._later:
+                self._run_later()
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call under the lock without waiting for it: now if it is free, else after its release.
+
+        The next thread that takes the lock finds the call made. For the garbage collector, which
+        may run in any thread, at any time, and for functions that it may call.
+        """
+        self._later.append(callback)
+        self._run_later()
+
+    def _begin(self) -> None:
+        self._depth += 1
+        if self._later and self._depth == 1:
+            try:
+                while self._later:
+                    self._later.popleft()()
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def _run_later(self) -> None:
+        while self._later and self._thread is None and self._lock.acquire(blocking=False):
+            self._thread, self._depth = threading.get_ident(), 1
+            try:
+                if self._later:  # else another thread was faster
+                    self._later.popleft()()
+            finally:
+                self._thread, self._depth = None, 0
+                self._lock.release()
+
+
+class EngineLock(DeferringLock):
     """A fair lock, as a context, that a fork of the process cannot take.
 
     The thread that has it may take it again, as a plugin's method or a signal handler does.
@@ -65,12 +122,10 @@ class EngineLock:
     # thread waits.
 
     def __init__(self) -> None:
+        super().__init__()
         self.owner = OwnerProcess()
-        self._gate, self._lock = threading.RLock(), threading.RLock()
-        self._thread: int | None = None
-        self._depth = 0
+        self._gate, self._users = threading.RLock(), threading.local()
         self._is_awaited = False
-        self._later: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
         """Wait for the lock.
@@ -86,17 +141,10 @@ class EngineLock:
             if self._is_awaited or not self._lock.acquire(blocking=False):
                 self._wait()
             self._thread = thread
+            self._users.is_one = True
             if owner.ending_thread is not None:
                 self._check_ending()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._thread = None
-            self._lock.release()
-            if self._later:
-                self._run_later()
+        self._begin()
 
     def wait_at_exit(self, end_waiting: Callable[[], None]) -> None:
         """Let the end of the interpreter wait for the current step, and refuse further calls.
@@ -124,23 +172,20 @@ class EngineLock:
                 self._is_awaited = False
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Call under the lock without waiting for it: now if it is free, else after its release.
+        """Do as `DeferringLock.call_soon` does; in a fork do nothing.
 
-        For the garbage collector, which may run in any thread, at any time.
+        A thread that never took the lock leaves the call to a new thread: it may be a thread of the
+        engine's client, and hold locks that the call needs.
         """
-        if not self.owner.is_other:
-            self._later.append(callback)
-            self._run_later()
-
-    def _run_later(self) -> None:
-        while self._later and self._thread is None and self._lock.acquire(blocking=False):
-            self._thread, self._depth = threading.get_ident(), 1
-            try:
-                if self._later:  # else another thread was faster
-                    self._later.popleft()()
-            finally:
-                self._thread, self._depth = None, 0
-                self._lock.release()
+        if self.owner.is_other:
+            return
+        if hasattr(self._users, "is_one"):
+            super().call_soon(callback)
+            return
+        self._later.append(callback)
+        if self._thread is None:
+            with contextlib.suppress(RuntimeError):  # no thread is left: the next call does it
+                _thread.start_new_thread(self._run_later, ())
 
 
 _EXIT_TIMEOUT_S = 10.0

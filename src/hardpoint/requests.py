@@ -393,7 +393,11 @@ class OpenCalls:
                 self._outputs.pop(request_id, None)
 
     def drop_soon(self, ids: Sequence[str]) -> None:
-        """Drop requests, without waiting for a thread that uses the engine."""
+        """Drop requests, without waiting for a thread that uses the engine.
+
+        They end before the next call of the engine. For iterators, which the garbage collector may
+        collect at any moment, or close with a generator of the program that reads them.
+        """
 
         def drop() -> None:
             with contextlib.suppress(Exception):  # no caller would get it

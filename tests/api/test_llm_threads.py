@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -16,9 +17,12 @@ from support.process.harness import run_program
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import LLM, AsyncLLM, EngineClosedError, HardpointError, SamplingParams
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.host.system.engine_lock import EngineLock
+from hardpoint.process.client.sockets import READER_THREAD
 from hardpoint.testing import scripted_config
 
+ONE = SamplingParams(max_tokens=1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -48,6 +52,14 @@ class Thread(threading.Thread):
         self.join(PATIENCE_S)
         assert not self.is_alive(), "it hangs"
         return self.result
+
+
+class Lock(EngineLock):
+    """A lock that shows whether a thread waits for it."""
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._is_awaited
 
 
 def in_fork(work: Callable[[], Any]) -> Any:
@@ -210,12 +222,114 @@ def test_a_fork_of_a_program_with_an_event_loop_is_refused(scripted):
     assert asyncio.run(life()) == " abc abc abc"
 
 
-def test_waiting_threads_are_not_passed_over():
-    class Lock(EngineLock):
-        @property
-        def is_awaited(self) -> bool:
-            return self._is_awaited
+def closed_by_a_generator(llm):
+    with contextlib.closing(llm.stream("long", ENDLESS)) as outputs:
+        yield from outputs
 
+
+def delegating(llm):
+    yield from llm.generate_unordered([("a", ONE), ("long", ENDLESS)])
+
+
+ITERATORS = {
+    "unordered": lambda llm: llm.generate_unordered([("a", ONE), ("long", ENDLESS)]),
+    "conversation": lambda llm: llm.open_conversation(ENDLESS).send("long"),
+    "stream": lambda llm: llm.stream("long", ENDLESS),
+    "in a generator": closed_by_a_generator,
+    "delegated to": delegating,
+}
+
+
+@pytest.fixture(params=ITERATORS)
+def abandoned(request):
+    """Leaves a begun iterator of an LLM to the garbage collector, which runs when it is called."""
+
+    def abandon(llm):
+        cycle = [ITERATORS[request.param](llm)]
+        next(cycle[0])
+        cycle.append(cycle)
+
+    gc.collect()
+    gc.disable()
+    yield abandon
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def collecting_reader(scripted):
+    """An LLM, and an event that lets the thread that reads its outputs collect garbage once."""
+    due = threading.Event()
+
+    def collect(*_: object) -> None:
+        if due.is_set() and threading.current_thread().name == READER_THREAD:
+            gc.collect()
+            due.clear()
+
+    threading.setprofile(collect)
+    try:
+        llm = LLM(config=scripted_config(scripted, {"engine": {"in_process": False}}))
+    finally:
+        threading.setprofile(None)
+    with llm:
+        yield llm, due
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_the_collector_ends_iterators_in_the_thread_that_reads_outputs(
+    collecting_reader, abandoned, is_busy
+):
+    llm, due = collecting_reader
+    abandoned(llm)
+    with llm.llm_engine.lock if is_busy else contextlib.nullcontext():
+        due.set()
+        wait_until(lambda: not due.is_set())
+    assert Thread(lambda: texts(llm.generate("say abc", GREEDY))).wait() == [" abc abc abc"]
+    assert llm.llm_engine.get_num_unfinished_requests() == 0
+
+
+class Interrupted(DefaultScheduler):
+    """Calls a function once, in the method that is due."""
+
+    name, contract = "interrupted", 2
+    due: dict[str, Callable[[], object]] = {}
+
+    def add_request(self, request):
+        self.due.pop("before it is added", gc.isenabled)()
+        super().add_request(request)
+        self.due.pop("after it is added", gc.isenabled)()
+
+    def schedule(self):
+        plan = super().schedule()
+        self.due.pop("in a step", gc.isenabled)()
+        return plan
+
+
+@pytest.fixture(scope="module")
+def interrupted(scripted):
+    use = {"scheduler": {"use": f"{__name__}:Interrupted"}}
+    with LLM(config=scripted_config(scripted, use)) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("moment", ["before it is added", "after it is added", "in a step"])
+def test_the_collector_ends_iterators_within_a_call_of_the_engine(interrupted, abandoned, moment):
+    abandoned(interrupted)
+    Interrupted.due[moment] = gc.collect
+    assert texts(interrupted.generate("say abc", GREEDY)) == [" abc abc abc"]
+    assert not Interrupted.due
+    assert interrupted.llm_engine.get_num_unfinished_requests() == 0
+
+
+def test_a_signal_handler_may_abort_another_request_while_one_is_added(interrupted):
+    engine = interrupted.llm_engine
+    stream = interrupted.stream("long", ENDLESS)
+    next(stream)
+    Interrupted.due["after it is added"] = lambda: engine.abort_requests(stream._id)
+    assert texts(interrupted.generate("say abc", GREEDY)) == [" abc abc abc"]
+    assert engine.get_num_unfinished_requests() == 0
+
+
+def test_waiting_threads_are_not_passed_over():
     lock, order, number = Lock(), [], 30
 
     def take(name: str, other: str) -> None:
@@ -240,6 +354,21 @@ def test_what_the_collector_asks_for_waits_for_the_release():
     assert done == ["same", "other"]
     lock.call_soon(lambda: done.append("at once"))
     assert done[2:] == ["at once"]
+    Thread(lambda: lock.call_soon(lambda: done.append("in a new thread"))).wait()
+    wait_until(lambda: done[3:] == ["in a new thread"])
+
+
+def test_the_next_thread_finds_what_the_collector_asked_for():
+    def take() -> list[str]:
+        with lock:
+            return list(done)
+
+    lock, done = Lock(), []
+    with lock:
+        thread = Thread(take)
+        wait_until(lambda: lock.is_awaited)
+        lock.call_soon(lambda: done.append("call"))
+    assert thread.wait() == ["call"]
 
 
 def test_when_the_program_ends_the_thread_that_ends_it_alone_is_served():

@@ -124,6 +124,15 @@ class TestStates:
         assert history.begin() == [1, 4]
         assert book.num_tokens == 2
 
+    @pytest.mark.parametrize("ends", [E.FINISH, E.FAIL, E.END])
+    def test_a_turn_that_the_collector_ends_waits_for_a_transition(self, ends):
+        book, history, clock = opened()
+        WALKS[S.RUNNING](history)
+        with book.lock:
+            APPLIED[ends](history, clock)
+            assert history.state is S.RUNNING
+        assert history.state is TRANSITIONS[S.RUNNING][ends][0]
+
     def test_the_last_token_may_be_dropped(self):
         _, history, _ = opened(keep_last=False)
         history.append([1])

@@ -134,11 +134,10 @@ class OutputStream(Iterator[RequestOutput]):
         """End the request, if it has not ended. Closing twice does nothing."""
         if self._is_open:
             self._is_open = False
-            self._calls.drop([self._id])
+            self._calls.drop_soon([self._id])
 
     def __del__(self) -> None:
-        if self._is_open:
-            self._calls.drop_soon([self._id])
+        self.close()
 
 
 def open_stream(

@@ -55,7 +55,7 @@ class UnorderedCall:
                 yield from self._fill()
         finally:
             self._source.close()
-            self._calls.drop(list(self._live))
+            self._calls.drop_soon(list(self._live))
 
     def _has_output(self) -> bool:
         """Step until there is an output, or a prompt that there is room for."""

@@ -7,12 +7,12 @@ turns: each turn is a request whose prompt is all tokens before it, which the pr
 from __future__ import annotations
 
 import collections
-import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
 from hardpoint.errors import ConversationEndedError, PromptTooLongError
+from hardpoint.host.system.engine_lock import DeferringLock
 from hardpoint.plugins import OverloadedError, RequestError
 from hardpoint.plugins.config.engine import ConversationsConfig, EngineConfig
 
@@ -117,7 +117,8 @@ class OpenConversations:
     Attributes:
         num_tokens: tokens that the open conversations hold.
         max_model_len: maximum number of tokens of a conversation and its answers.
-        lock: held by every transition.
+        lock: held by every transition. The end of a turn or a conversation does not wait for it,
+            because it may come from the garbage collector at any moment.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class OpenConversations:
     ) -> None:
         """Start without conversations; `clock` is in seconds."""
         self.num_tokens, self.max_model_len = 0, max_model_len
-        self.lock = threading.RLock()
+        self.lock = DeferringLock()
         self._config, self._clock = config, clock
         self._count = 0
         self._open: dict[History, None] = {}
@@ -243,24 +244,23 @@ class History:
 
     Attributes:
         request_id: id of its turns.
-        num_turns: turns that have ended; the number of the next one.
         is_lost: whether its lease or the engine has ended it, and no call for that.
         on_end: called once it has ended; None calls nothing.
     """
 
     __slots__ = (
-        "_keep_last", "_later", "_num_done", "_owner", "_state", "_tokens", "_why",
-        "is_lost", "num_turns", "on_end", "request_id",
+        "_keep_last", "_later", "_num_done", "_num_turns", "_owner", "_state", "_tokens", "_why",
+        "is_lost", "on_end", "request_id",
     )  # fmt: skip
 
     def __init__(self, owner: OpenConversations, request_id: str, *, keep_last: bool) -> None:
         """Start without tokens; see `OpenConversations.open`."""
-        self.request_id, self.num_turns, self.is_lost = request_id, 0, False
+        self.request_id, self.is_lost = request_id, False
         self.on_end: Callable[[], object] | None = None
         self._owner, self._keep_last = owner, keep_last
         self._state = ConversationState.IDLE
         self._tokens, self._later = array("i"), array("i")
-        self._num_done = 0  # tokens of turns that have ended
+        self._num_done = self._num_turns = 0  # tokens of turns that have ended, and these turns
         self._why = ""
 
     @property
@@ -275,6 +275,12 @@ class History:
         """The tokens of the turns that have ended."""
         with self._owner.lock:
             return self._tokens[: self._num_done].tolist()
+
+    @property
+    def num_turns(self) -> int:
+        """The number of turns that have ended, which is the number of the next one."""
+        with self._owner.lock:
+            return self._num_turns
 
     @property
     def is_empty(self) -> bool:
@@ -357,21 +363,25 @@ class History:
 
     def finish(self, token_ids: Sequence[int]) -> None:
         """End the turn; its output tokens are part of the conversation."""
-        with self._owner.lock:
-            if self._state is ConversationState.RUNNING:
-                turn_tokens = token_ids if self._keep_last else token_ids[:-1]
-                self._tokens.extend(turn_tokens)
-                self._owner.num_tokens += len(turn_tokens)
-                self._num_done = len(self._tokens)
-                self._take_later()
-                self.num_turns += 1
-            self._move(ConversationEvent.FINISH, parts=len(self._tokens) > self._num_done)
+        self._owner.lock.call_soon(lambda: self._finish(token_ids))
+
+    def _finish(self, token_ids: Sequence[int]) -> None:
+        if self._state is ConversationState.RUNNING:
+            turn_tokens = token_ids if self._keep_last else token_ids[:-1]
+            self._tokens.extend(turn_tokens)
+            self._owner.num_tokens += len(turn_tokens)
+            self._num_done = len(self._tokens)
+            self._take_later()
+            self._num_turns += 1
+        self._move(ConversationEvent.FINISH, parts=len(self._tokens) > self._num_done)
 
     def fail(self) -> None:
         """End the turn; the conversation is as before it, with the parts that came during it."""
-        with self._owner.lock:
-            self._take_later()
-            self._move(ConversationEvent.FAIL)
+        self._owner.lock.call_soon(self._fail)
+
+    def _fail(self) -> None:
+        self._take_later()
+        self._move(ConversationEvent.FAIL)
 
     def expire(self, why: str) -> None:
         """End it because its lease has run out."""
@@ -380,9 +390,11 @@ class History:
 
     def end(self, why: str) -> None:
         """End it, in any state."""
-        with self._owner.lock:
-            self._why = self._why or why
-            self._move(ConversationEvent.END)
+        self._owner.lock.call_soon(lambda: self._end(why))
+
+    def _end(self, why: str) -> None:
+        self._why = self._why or why
+        self._move(ConversationEvent.END)
 
     def _take_later(self) -> None:
         self._tokens.extend(self._later)

@@ -128,9 +128,9 @@ class EngineCore(EngineUtilities):
                 self._parts.step_parts.add(member)
             self._scheduler.add_request(self._parts.step_parts.add(request))
             if (
-                # The number alone may not grow: a signal handler may have aborted other requests.
-                live_request(self._scheduler, request.request_id) is None
-                and self._scheduler.num_unfinished_requests() <= num_before
+                self._scheduler.num_unfinished_requests() <= num_before
+                # else a signal handler has aborted other requests
+                and live_request(self._scheduler, request.request_id) is None
             ):
                 label = self._parts.scheduler_label
                 raise RequestError(f"{label}: its add_request did not add the request")

@@ -67,7 +67,9 @@ class DeferringLock:
         if self._thread != thread:
             self._lock.acquire()
             self._thread = thread
-        self._begin()
+        self._depth += 1
+        if self._later and self._depth == 1:
+            self._run_first()
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -86,15 +88,13 @@ class DeferringLock:
         self._later.append(callback)
         self._run_later()
 
-    def _begin(self) -> None:
-        self._depth += 1
-        if self._later and self._depth == 1:
-            try:
-                while self._later:
-                    self._later.popleft()()
-            except BaseException:
-                self.__exit__()
-                raise
+    def _run_first(self) -> None:
+        try:
+            while self._later:
+                self._later.popleft()()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def _run_later(self) -> None:
         while self._later and self._thread is None and self._lock.acquire(blocking=False):
@@ -144,7 +144,9 @@ class EngineLock(DeferringLock):
             self._users.is_one = True
             if owner.ending_thread is not None:
                 self._check_ending()
-        self._begin()
+        self._depth += 1
+        if self._later and self._depth == 1:
+            self._run_first()
 
     def wait_at_exit(self, end_waiting: Callable[[], None]) -> None:
         """Let the end of the interpreter wait for the current step, and refuse further calls.

@@ -323,8 +323,8 @@ def test_the_collector_ends_iterators_within_a_call_of_the_engine(interrupted, a
 def test_a_signal_handler_may_abort_another_request_while_one_is_added(interrupted):
     engine = interrupted.llm_engine
     stream = interrupted.stream("long", ENDLESS)
-    next(stream)
-    Interrupted.due["after it is added"] = lambda: engine.abort_requests(stream._id)
+    request_id = next(stream).request_id
+    Interrupted.due["after it is added"] = lambda: engine.abort_requests(request_id)
     assert texts(interrupted.generate("say abc", GREEDY)) == [" abc abc abc"]
     assert engine.get_num_unfinished_requests() == 0
 

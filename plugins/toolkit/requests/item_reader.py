@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+__all__ = ["ItemReader"]
+
 T = TypeVar("T")
 
 

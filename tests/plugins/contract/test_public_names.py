@@ -72,6 +72,7 @@ PUBLIC = (
     "hardpoint.toolkit.proof",
     "hardpoint.toolkit.ray_cluster",
     "hardpoint.toolkit.reloading",
+    "hardpoint.toolkit.requests.item_reader",
     "hardpoint.toolkit.trace",
     "hardpoint.toolkit.updated_weights",
     "hardpoint.toolkit.workers.calls",

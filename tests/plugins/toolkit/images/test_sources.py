@@ -141,8 +141,7 @@ def test_and_nowhere_else(reader, folder, name):
         message = refused(reader, path)
         assert message.endswith("expected a path in one of images.folders")
         assert str(folder) not in message  # where it would lead is the operator's to know
-    for host in ("host", "[::1"):
-        assert "without a host" in refused(reader, f"file://{host}{folder}/a.png")
+    assert "without a host" in refused(reader, f"file://host{folder}/a.png")
 
 
 @pytest.mark.parametrize("name", ["missing.png", "inner", "pipe.png"])

@@ -35,6 +35,7 @@ _ABOVE = 2048  # the descriptors of any test
 # engine processes do not import the last two. Those of tests themselves begin with TESTS_.
 _CHANGING = (
     *("HARDPOINT__", "PYTEST_", "TESTS_", "TORCHINDUCTOR_CACHE_DIR", "KMP_", "RAY_"),
+    "PYTHONBREAKPOINT",  # which Ray sets, too
     *("NOTIFY_SOCKET", "WATCHDOG_"),  # which a server removes
 )
 

@@ -121,10 +121,24 @@ def test_a_thread_that_catches_up_is_no_growth():
     known, queue = threading.enumerate(), Queue()
     try:
         check_growth(queue, queue.items.append, 100, 32, known)
-        with pytest.raises(Violation, match="'left' grew by 100 from 500"):
+        with pytest.raises(Violation, match="'left' grew by 100 from 600"):
             check_growth(queue, queue.left.append, 100, 32, known)
     finally:
         queue.close()
+
+
+def test_a_table_that_gets_its_next_size_is_no_growth():
+    """A cache fills up in four stages, and then one stage makes a table larger."""
+    cache, table = [], []
+
+    def use(number):
+        if number < 500:
+            cache.append(bytes(100))
+        elif number == 550:
+            table.append(bytes(7_000_000))
+
+    check_growth(object(), use, 100, 32, set(threading.enumerate()))
+    assert table
 
 
 def test_names_that_the_interpreter_caches_are_no_growth():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from hardpoint.calls.reloading import LoopChanges
 from hardpoint.cli import main
 from hardpoint.errors import BusyError, ConfigError, install_command
 from hardpoint.testing import scripted_config
-from hardpoint.toolkit.reloading import PluginReloader
+from hardpoint.toolkit.reloading import PluginReloader, reloader
 from hardpoint.toolkit.reloading.copies import CopiedPackages
 from hardpoint.typed import toml_text
 
@@ -203,6 +204,31 @@ def test_a_deleted_module_is_an_error_until_it_is_back(package, open_llm, copies
         package.save("token", "TOKEN = 44\n")
         assert reloads.message().startswith("reloaded")
         assert forced(llm) == [44]
+
+
+@pytest.mark.parametrize("text", ["", "TOKEN = 4", None])
+def test_a_file_that_is_being_written_is_waited_for(package, copies, open_llm, monkeypatch, text):
+    def sleep(_):
+        package.save("token", "TOKEN = 41\n")  # the editor goes on
+
+    with open_llm() as llm:
+        reloads = Reloads(llm, copies)
+        package.save("token", text or "")
+        if text is None:
+            (package.folder / "token.py").unlink()
+        with monkeypatch.context() as patched:
+            patched.setattr(reloader, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+            assert reloads.message().startswith("reloaded forced from ")
+        assert forced(llm) == [41]
+        assert len(reloads.messages) == 1
+
+
+def test_a_file_that_stays_empty_is_an_empty_module(package, open_llm, copies):
+    with open_llm() as llm:
+        reloads = Reloads(llm, copies)
+        package.save("forced", "")
+        assert "failed, the earlier version stays: " in reloads.message()
+        assert forced(llm) == [40]
 
 
 def test_a_module_that_no_plugin_imports_changes_nothing(package, open_llm, copies):

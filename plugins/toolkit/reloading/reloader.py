@@ -20,6 +20,8 @@ It raises a HardpointError if nothing has changed.
 """
 
 _BUSY_SECONDS = 0.05
+_STILL_SECONDS = 0.05
+_WRITING_SECONDS = 1.0
 _DISTRIBUTION = "hardpoint"
 
 
@@ -61,11 +63,13 @@ class PluginReloader:
     def reload(self) -> None:
         """Replace the plugins whose files have changed since the last call.
 
-        After an error the earlier version stays, and the next change of a file tries again.
+        After an error the earlier version stays, and the next change of a file tries again. A call
+        waits for files that are being written, a second at most.
         """
         self._find_packages()
         for name, code in self._packages.items():
-            before, now = self._contents[name], code.read()
+            before = self._contents[name]
+            now = _read_when_written(code, before)
             changed = {
                 module for module in {*before, *now} if before.get(module) != now.get(module)
             }
@@ -146,3 +150,19 @@ class PluginReloader:
             name = module.partition(".")[0]
             if name not in self._packages and (code := source_of(module)) is not None:
                 self._packages[name], self._contents[name] = code, code.read()
+
+
+def _read_when_written(code: SourceCode, before: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the files of a package when they no longer change.
+
+    Editors empty a file, or move it away, before they write it. So a file that had content
+    and has none is waited for.
+    """
+    until = time.monotonic() + _WRITING_SECONDS
+    now = code.read()
+    while now != before and time.monotonic() < until:
+        time.sleep(_STILL_SECONDS)
+        earlier, now = now, code.read()
+        if now == earlier and all(now.get(module) for module, text in before.items() if text):
+            break
+    return now

@@ -7,12 +7,12 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, HypothesisException, Unsatisfiable
 
@@ -199,29 +199,28 @@ class Search:
             database=None,
             derandomize=False,
             report_multiple_bugs=False,
+            phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
         )
-        @given(**strategies)
-        def search(**drawn: Any) -> None:
+        @given(data=st.data())
+        def search(data: st.DataObject) -> None:
             nonlocal deadline, failure
-            EVIDENCE.num_cases += 1
             if failure is not None and time.monotonic() > deadline:
                 raise EndOfSearchError
+            drawn: dict[str, Any] = {}
             try:
+                for name, strategy in strategies.items():
+                    drawn[name] = data.draw(strategy)
+                EVIDENCE.num_cases += 1
                 check(**drawn)
             except Violation as violation:
                 deadline = deadline or time.monotonic() + _SHRINKING_SECONDS
                 failure = FailingCase(violation, drawn, number)
                 raise
 
-        try:
+        with suppress(Violation, Flaky, EndOfSearchError):
             search()
-        except Violation as violation:
-            if failure is None:  # raised while a case was drawn
-                return FailingCase(violation, {}, number)
-        except (Flaky, EndOfSearchError):
-            pass  # the newest case is the smallest
-        return failure
+        return failure  # the newest case is the smallest
 
 
 class ConformanceSuite:

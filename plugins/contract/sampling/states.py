@@ -90,4 +90,6 @@ class RequestStates:
 
 def takes_distribution(cls: type[RequestStates]) -> bool:
     """Return whether `observe` of a class gets the distribution of each token."""
+    if cls.observe is RequestStates.observe:
+        return False
     return "distribution" in inspect.signature(cls.observe).parameters

@@ -87,7 +87,7 @@ def test_the_path_of_an_error_is_its_end(quoted):
     assert text == f"Invalid value '{quoted}'"
 
 
-@pytest.mark.timing
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", PATHS)
 def test_the_processor_time_is_a_multiple_of_that_of_json(tmp_path, routes, path):
     parsed: dict[str, float] = {}

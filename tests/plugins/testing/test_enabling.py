@@ -18,7 +18,7 @@ from hardpoint.host.registry.kinds import KINDS
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite
 from hardpoint.testing.pytest_hooks import examples_scale, replay_line, search_seed
-from hardpoint.testing.suite import ConformanceSuite, Violation
+from hardpoint.testing.suite import ConformanceSuite, Search, Violation
 
 TEST_FILE = """
 from hypothesis import strategies as st
@@ -172,6 +172,18 @@ def test_replacing_a_test_fails_the_suite():
 
 def test_a_test_may_be_excused_with_a_reason():
     Excused().test_contract()
+
+
+def test_a_violation_while_a_case_is_drawn_ends_the_search():
+    drawn = []
+
+    def draw(number):
+        drawn.append(number)
+        raise Violation(f"{number} is refused", "take it")
+
+    failure = Search(100, seed=7).run(pytest.fail, number=st.integers().map(draw))
+    assert failure.violation.observed == f"{drawn[0]} is refused"
+    assert len(drawn) == 1
 
 
 def test_the_same_seed_finds_the_same_case(monkeypatch):

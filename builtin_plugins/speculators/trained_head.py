@@ -33,13 +33,13 @@ class HeadTokens:
     """The tokens of a request in a step of a head.
 
     Attributes:
-        block_ids: blocks of the request.
+        block_ids: [blocks], int64; blocks of the request.
         cache_start: first position that the head sees, where a block begins.
         start: position of the first hidden state.
         token_ids: the token after each hidden state.
     """
 
-    block_ids: Sequence[int]
+    block_ids: np.ndarray
     cache_start: int
     start: int
     token_ids: Sequence[int]
@@ -167,7 +167,8 @@ class TrainedHead(Speculator):
         if first >= end:
             return None
         token_ids = [*prompt[first + 1 : end + 1], *output[max(0, first + 1 - len(prompt)) :]]
-        tokens = HeadTokens(request.block_ids, request.cache_start, first, token_ids[: end - first])
+        blocks = np.asarray(request.block_ids, dtype=np.int64)  # once for all drafts
+        tokens = HeadTokens(blocks, request.cache_start, first, token_ids[: end - first])
         rows = request.hidden[first - request.hidden_start : end - request.hidden_start]
         return _Draft(request, tokens, self.head.combine(rows))
 
@@ -234,7 +235,7 @@ def plan_step(
     slots = np.empty_like(positions)
     for row, sequence in enumerate(sequences):
         rows = slice(starts[row], starts[row + 1])
-        blocks = np.asarray(sequence.block_ids, dtype=np.int64)
+        blocks = sequence.block_ids
         positions[rows] = places = np.arange(sequence.start, sequence.end)
         slots[rows] = blocks[places // block_size] * block_size + places % block_size
         seen = blocks[sequence.cache_start // block_size :][: table.shape[1]]

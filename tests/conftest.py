@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    # Later than multiprocessing removes a folder in it, at priority -100.
+    Finalize(None, shutil.rmtree, (os.environ["TMPDIR"], True), exitpriority=-200)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 

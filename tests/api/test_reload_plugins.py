@@ -373,6 +373,8 @@ def test_the_end_of_the_watch_ends_a_change():
     waiting.join(WAIT_SECONDS)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(WAIT_SECONDS)
+    for task in asyncio.all_tasks(loop):  # is cancelled
+        loop.run_until_complete(asyncio.wait([task]))
     loop.close()
     assert errors == ["the engine was closed"]
 

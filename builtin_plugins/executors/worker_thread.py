@@ -63,7 +63,7 @@ class WorkerThread:
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # a call passed to a worker cannot be withdrawn
         self._calls.put(_WorkerCall(future, call, overlaps))
-        if not self._runs:
+        if self._calls.have_ended:
             self._calls.fail()
         return future
 
@@ -78,7 +78,7 @@ class WorkerThread:
 
         A call that does not end in time is left alone, with the thread; the last one follows it.
         """
-        if not self._runs:
+        if self._calls.have_ended:
             last()
             return
         closing = self.submit(last)
@@ -91,27 +91,24 @@ class WorkerThread:
         finally:
             self._end()
 
-    @property
-    def _runs(self) -> bool:
-        return self._thread.is_alive() and not self._calls.have_ended
-
 
 class _Calls:
     """The calls of a thread, which refers to them alone, so that it keeps nothing else alive.
 
     Attributes:
-        have_ended: whether no thread runs them any more.
+        have_ended: whether no thread runs them any more. `Thread.is_alive` is wrong after a signal
+            handler has raised within it (Python 3.11 and 3.12).
     """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_WorkerCall | None] = queue.SimpleQueue()
-        self._futures: deque[Future[Any]] = deque()  # of calls without a known result
-        self._results: deque[Callable[[], None]] = deque()  # which set the first of these
+        self._futures: set[Future[Any]] = set()  # of calls without a known result
+        self._results: deque[tuple[Future[Any], Callable[[], None]]] = deque()
         self._late: tuple[Future[Any], LateOutput] | None = None  # of the call that ran last
         self.have_ended = False
 
     def put(self, call: _WorkerCall) -> None:
-        self._futures.append(call.future)
+        self._futures.add(call.future)
         self._queue.put(call)
 
     def end(self) -> None:
@@ -130,15 +127,17 @@ class _Calls:
                 if isinstance(result, Executor.LateOutput):
                     self._late = call.future, result
                 else:
-                    self._results.append(cast("Callable[[], None]", result))
+                    self._results.append((call.future, cast("Callable[[], None]", result)))
                 del call, result  # nor is a plan kept until the next call
                 if self._queue.empty():
                     self.hand_out()
         finally:
-            self._finish_late()
-            self.hand_out()
-            self.have_ended = True  # before, since a call may come now
-            self.fail()
+            try:
+                self._finish_late()
+                self.hand_out()
+            finally:
+                self.have_ended = True  # before, since a call may come now
+                self.fail()
 
     def _next(self) -> _WorkerCall | None:
         """Return the next call; complete the late output first if its tokens are there."""
@@ -157,12 +156,13 @@ class _Calls:
             (future, output), self._late = self._late, None
             result = _result(future, output.result)
             assert not isinstance(result, Executor.LateOutput)
-            self._results.append(cast("Callable[[], None]", result))
+            self._results.append((future, cast("Callable[[], None]", result)))
 
     def hand_out(self) -> None:
         while self._results:
-            self._results.popleft()()
-            self._futures.popleft()
+            future, set_result = self._results.popleft()
+            set_result()
+            self._futures.discard(future)
 
     def fail(self) -> None:
         """Fail the calls that no thread runs any more."""

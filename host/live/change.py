@@ -121,8 +121,7 @@ class _Pending:
         self._error: BaseException | None = None
         self._dropped = self._done = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="hardpoint-change", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="hardpoint-change", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -137,9 +136,11 @@ class _Pending:
         except BaseException as error:
             self._error = error
         with self._lock:
-            self._done = True
-            if self._dropped or self._error is not None:
-                _undo(self._prepared)
+            try:
+                if self._dropped or self._error is not None:
+                    _undo(self._prepared)
+            finally:
+                self._done = True
 
     def is_prepared(self) -> bool:
         """Return whether it is prepared.
@@ -147,7 +148,7 @@ class _Pending:
         Raises:
             HardpointError: it cannot be; the preparation is undone.
         """
-        if self._thread.is_alive():
+        if not self._done:
             return False
         if self._error is not None:
             raise_unless_fault(self._error)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.driving import FINAL
 from support.internals import engine_of
-from support.waiting import wait_until
+from support.waiting import call_interrupted, wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.executors import worker_thread
@@ -121,6 +121,12 @@ class TestThread:
         assert not closed
         blocked.set()
         assert until(lambda: bool(closed) and not worker_threads(), 60)
+
+    def test_signals_while_calls_are_submitted_do_not_end_it(self, thread):
+        futures = []
+        call_interrupted(lambda: futures.append(thread.submit(lambda: 1)))
+        assert thread.submit(lambda: 2).result(60) == 2
+        assert {future.result(60) for future in futures} == {1}
 
     def test_one_that_is_dropped_ends(self):
         thread = WorkerThread()

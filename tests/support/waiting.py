@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,23 @@ async def until(condition: Callable[[], object], what: str, limit_s: float = PAT
     while not condition():
         assert time.monotonic() - began < limit_s, f"waited {limit_s} s for {what}"
         await asyncio.sleep(0.005)
+
+
+def call_interrupted(call: Callable[[], object], times: int = 300) -> None:
+    """Call a function until a signal handler has interrupted it so many times."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(times):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, (10 + number % 40) * 1e-6)
+                while True:
+                    call()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def alive(pid: int) -> bool:

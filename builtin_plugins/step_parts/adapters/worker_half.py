@@ -33,6 +33,7 @@ class _ReaderThread(threading.Thread):
         super().__init__(name="hardpoint-adapter", daemon=True)
         self.adapter: HostAdapter | None = None
         self.error = ""
+        self.has_ended = False
         self._read = read
         self.start()
 
@@ -43,6 +44,8 @@ class _ReaderThread(threading.Thread):
             self.error = str(error)
         except Exception as error:  # of a library, or memory
             self.error = f"cannot be read: {type(error).__name__}: {error}"
+        finally:
+            self.has_ended = True
 
 
 class AdapterProducts(WorkerStep, LinearProducts, WorkerMemory, WorkerCalls):
@@ -96,7 +99,7 @@ class AdapterProducts(WorkerStep, LinearProducts, WorkerMemory, WorkerCalls):
         reading = self._readings.get(ticket)
         if reading is None:  # the half was built again, after a sleep
             return Progress(is_lost=True)
-        if reading.is_alive():
+        if not reading.has_ended:
             return Progress()
         if reading.adapter is None:
             return Progress(is_done=True, error=reading.error)

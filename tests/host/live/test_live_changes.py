@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from support.plugins.changing import Pick, Twice, token_of
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, call_interrupted, wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.errors import (
@@ -372,6 +372,18 @@ class TestUndo:
         changes.undo()
         go.set()
         assert undone == ["once"]
+
+    def test_signals_do_not_make_one_appear_prepared(self):
+        go, answers = threading.Event(), set()
+        made = SimpleNamespace(undo=lambda: None)
+        slot = SimpleNamespace(prepare=lambda *_: go.wait(PATIENCE_S) and made)
+        changes = Changes([slot])
+        changes.prepare(SimpleNamespace(), plugins=SimpleNamespace())
+        call_interrupted(lambda: answers.add(changes.is_prepared()))
+        assert answers == {False}
+        go.set()
+        wait_until(changes.is_prepared)
+        changes.undo()
 
     def test_a_second_change_meanwhile_is_busy(self, llm, waits):
         with ThreadPoolExecutor() as pool:

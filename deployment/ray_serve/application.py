@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
@@ -186,7 +187,7 @@ def serve(
         if not ran_before:
             cleanup.callback(ray_serve.shutdown)
             ray_serve.start(http_options=dict(zip(("host", "port"), address, strict=True)))
-        cleanup.callback(ray_serve.delete, options.name)
+        cleanup.callback(_delete, options.name)
         cleanup.callback(_on_signals, lambda *_: None)
         try:
             ray_serve.run(made, name=options.name, route_prefix="/")
@@ -200,6 +201,22 @@ def serve(
             print(f"Serving {config.model} {where}", flush=True)
         ended.wait()
     return 0
+
+
+def _delete(name: str) -> None:
+    """Delete the application, and wait until its requests have ended."""
+    try:
+        ray_serve.delete(name)  # waits a minute at most
+    except TimeoutError:
+        _log.warning(
+            "Ray Serve is still deleting the application %r: its requests may run for "
+            "drain_seconds; another signal ends this wait",
+            name,
+        )
+        _on_signals(signal.default_int_handler)
+        while name in ray_serve.status().applications:
+            time.sleep(_POLL_S)
+        _on_signals(lambda *_: None)
 
 
 def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> None:

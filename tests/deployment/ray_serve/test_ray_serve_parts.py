@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -133,15 +134,21 @@ def test_settings_of_engines_are_refused_on_ray_serve(tmp_path, line, words):
 class Cluster:
     """Ray and Ray Serve; notes what the application starts and ends."""
 
-    def __init__(self, ran_before, failure):
+    def __init__(self, ran_before, failure, deleting=()):
         self.calls = []
         self._proxies, self._failure = ran_before and {"node": "HEALTHY"}, failure
+        self._deleting = list(deleting)  # calls for the looks at the status until it is deleted
 
     def __getattr__(self, name):
         return lambda *_, **__: self.calls.append(name)
 
     def status(self):
-        return SimpleNamespace(proxies=self._proxies)
+        is_deleting = "delete llm" in self.calls and bool(self._deleting)
+        if is_deleting:
+            self._deleting.pop(0)()
+        return SimpleNamespace(
+            proxies=self._proxies, applications={"llm": 0} if is_deleting else {}
+        )
 
     def run(self, *_, **__):
         self.calls.append("run")
@@ -153,9 +160,30 @@ class Cluster:
     def delete(self, name):
         os.kill(os.getpid(), signal.SIGTERM)  # the cleanup goes on
         self.calls.append(f"delete {name}")
+        if self._deleting:
+            raise TimeoutError(f"Some of these applications weren't deleted after 60s: {[name]}")
 
 
-@pytest.mark.usefixtures("ray_serve")
+@pytest.fixture
+def serve_on(ray_serve, monkeypatch):
+    """Return a function that serves on a cluster of this file."""
+    from hardpoint.ray_serve import application
+
+    def serve(cluster):
+        monkeypatch.setattr(
+            application, "ray", SimpleNamespace(init=cluster.init, shutdown=cluster.end)
+        )
+        monkeypatch.setattr(application, "ray_serve", cluster)
+        monkeypatch.setattr(application, "bound", lambda *_: None)
+        monkeypatch.setattr(application, "_POLL_S", 0)
+        return application.serve(None, None, None, {"name": "llm"}, ("127.0.0.1", 8000))
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield serve
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("ran_before", [False, True])
 @pytest.mark.parametrize(
     ("failure", "raised"),
@@ -165,26 +193,35 @@ class Cluster:
         (RuntimeError("no room"), HardpointError),
     ],
 )
-def test_a_start_that_ends_leaves_nothing(monkeypatch, ran_before, failure, raised):
-    from hardpoint.ray_serve import application
-
+def test_a_start_that_ends_leaves_nothing(serve_on, ran_before, failure, raised):
     cluster = Cluster(ran_before, failure)
-    monkeypatch.setattr(
-        application, "ray", SimpleNamespace(init=cluster.init, shutdown=cluster.end)
-    )
-    monkeypatch.setattr(application, "ray_serve", cluster)
-    monkeypatch.setattr(application, "bound", lambda *_: None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with pytest.raises(raised):
-            application.serve(None, None, None, {"name": "llm"}, ("127.0.0.1", 8000))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with pytest.raises(raised):
+        serve_on(cluster)
     middle = ["run", "delete llm"]
     if not ran_before:
         middle = ["start", *middle, "shutdown"]
     assert cluster.calls == ["init", *middle, "end"]
+
+
+def test_the_end_waits_for_requests_longer_than_serve_does(serve_on, caplog):
+    looks = []
+    cluster = Cluster(False, signal.SIGTERM, [lambda: looks.append(1)] * 3)
+    with pytest.raises(KeyboardInterrupt):
+        serve_on(cluster)
+    assert len(looks) == 3
+    assert cluster.calls == ["init", "start", "run", "delete llm", "shutdown", "end"]
+    assert (
+        "Ray Serve is still deleting the application 'llm': its requests may run for "
+        "drain_seconds; another signal ends this wait"
+    ) in caplog.text
+
+
+def test_another_signal_ends_the_wait_for_requests(serve_on):
+    interrupt = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+    cluster = Cluster(False, signal.SIGTERM, [interrupt, pytest.fail])
+    with pytest.raises(KeyboardInterrupt):
+        serve_on(cluster)
+    assert cluster.calls == ["init", "start", "run", "delete llm", "shutdown", "end"]
 
 
 @pytest.mark.usefixtures("ray_serve")

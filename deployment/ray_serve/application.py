@@ -188,7 +188,7 @@ def serve(
             cleanup.callback(ray_serve.shutdown)
             ray_serve.start(http_options=dict(zip(("host", "port"), address, strict=True)))
         cleanup.callback(_delete, options.name)
-        cleanup.callback(_on_signals, lambda *_: None)
+        cleanup.callback(_on_signals, _ignore)
         try:
             ray_serve.run(made, name=options.name, route_prefix="/")
         except RuntimeError as error:  # Serve's only kind, with the reason as text
@@ -204,19 +204,23 @@ def serve(
 
 
 def _delete(name: str) -> None:
-    """Delete the application, and wait until its requests have ended."""
+    """Delete the application, and wait until its requests have ended or another signal comes."""
+    ray_serve.delete(name, _blocking=False)  # else for a minute at most, whatever it drains for
+    _log.info(
+        "Ray Serve deletes the application %r: its requests may run for drain_seconds; another "
+        "signal ends this wait",
+        name,
+    )
+    _on_signals(signal.default_int_handler)
     try:
-        ray_serve.delete(name)  # waits a minute at most
-    except TimeoutError:
-        _log.warning(
-            "Ray Serve is still deleting the application %r: its requests may run for "
-            "drain_seconds; another signal ends this wait",
-            name,
-        )
-        _on_signals(signal.default_int_handler)
         while name in ray_serve.status().applications:
             time.sleep(_POLL_S)
-        _on_signals(lambda *_: None)
+    finally:
+        _on_signals(_ignore)
+
+
+def _ignore(*_: object) -> None:
+    """Handle no signal."""
 
 
 def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> None:

@@ -139,7 +139,7 @@ def test_the_package_imports_nothing_before_the_handler_is_set():
     assert set(ended.stdout.split()) <= {"hardpoint", "hardpoint.__main__", "__future__"}
 
 
-@pytest.mark.timing
+@pytest.mark.nightly
 def test_signals_at_many_moments(scripted):
     """The interpreter's own start, and the script that pip writes, come before this package."""
     moments = random.Random(3)

@@ -36,9 +36,12 @@ async def until(condition: Callable[[], object], what: str, limit_s: float = PAT
 
 
 def call_interrupted(call: Callable[[], object], times: int = 300) -> None:
-    """Call a function until a signal handler has interrupted it so many times."""
+    """Call a function until a signal handler has raised KeyboardInterrupt so many times."""
+    raised = 0
 
     def interrupt(*_: object) -> None:
+        nonlocal raised
+        raised += 1  # a callback of the garbage collector loses the exception
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -46,7 +49,7 @@ def call_interrupted(call: Callable[[], object], times: int = 300) -> None:
         for number in range(times):
             with contextlib.suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, (10 + number % 40) * 1e-6)
-                while True:
+                while raised == number:
                     call()
     finally:
         signal.signal(signal.SIGALRM, before)

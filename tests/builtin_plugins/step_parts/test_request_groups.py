@@ -167,7 +167,7 @@ def test_a_preempted_group_that_fits_in_no_step_ends_and_others_go_on(scripted):
         for _ in range(8):
             engine.step()
         engine.call_utility("reset_prefix_cache", True)  # preempts
-        engine.add_request("other", "say", SamplingParams(max_tokens=2))
+        engine.add_request("other", "say", SamplingParams(max_tokens=2, ignore_eos=True))
         ended = {}
         while engine.has_unfinished_requests():
             ended |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}

@@ -49,10 +49,10 @@ class WorkerThread:
 
     def __init__(self) -> None:
         self._calls = _Calls()
-        self._thread = threading.Thread(target=self._calls.run, name="HardpointWorker", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._calls.run, name="HardpointWorker", daemon=True)
+        thread.start()
         self.hand_out = self._calls.hand_out
-        self._end = weakref.finalize(self, _end, self._calls, self._thread)
+        self._end = weakref.finalize(self, _end, self._calls, thread)
 
     def submit(self, call: Callable[[], T], *, overlaps: bool = False) -> Future[T]:
         """Run a call after the earlier ones; return the future of its result or error.

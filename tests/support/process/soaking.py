@@ -59,7 +59,7 @@ def params(rng: random.Random) -> SamplingParams:
 
 
 def soak(engine, rng: random.Random, count: int) -> dict[str, int]:
-    """Send `count` requests, some wrong, and abort or time out many; return how they ended."""
+    """Send `count` requests, some wrong, and abort or time out many; return a count of each end."""
     ends: dict[str, int] = {}
     live: set[str] = set()
     sent = 0
@@ -102,7 +102,7 @@ def of_engine(pid: int) -> Counter[str]:
 
 
 def main(folder: str, *, in_process: bool, count: int) -> None:
-    """Run requests; fail unless nothing is left of them; print how they ended and what grew."""
+    """Run requests; fail unless nothing is left of them; print their ends and the grown MiB."""
     rng = random.Random(11)
     engine = open_engine(Path(folder), SETTINGS | {"engine": {"in_process": in_process}})
     pid = os.getpid() if in_process else engine.parts.client.pid

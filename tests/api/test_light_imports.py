@@ -45,7 +45,7 @@ def test_an_engine_in_this_process_imports_no_module_of_deployment(scripted):
     code = (
         "import sys; from hardpoint import LLM\n"
         f"with LLM(config={scripted_config(scripted)!r}) as llm:\n"
-        "    text = llm.generate('abc')[0].outputs[0].text\n"
+        "    text = llm.generate('say abc')[0].outputs[0].text\n"
         "from pathlib import Path; from hardpoint.testing import scripted_engine\n"
         f"scripted_engine(Path({str(scripted)!r})).close()\n"
         f"print(bool(text), sorted({ways!r} & set(sys.modules)))"

@@ -124,7 +124,8 @@ def engine_with(open_engine, *enable, slow_seconds=SECONDS * 0.8, **config):
 @pytest.mark.parametrize("where", ["start", "advance", "apply"])
 def test_a_slow_logits_processor_is_named_in_health(open_engine, where):
     engine = engine_with(open_engine, "Waits")
-    used = SamplingParams(max_tokens=3, plugin_args={"waits": {"where": where}}, **FINAL)
+    args = {"waits": {"where": where}}
+    used = SamplingParams(max_tokens=3, ignore_eos=True, plugin_args=args, **FINAL)
     run_all(engine, [(f"r{index}", [index + 1], used) for index in range(3)])
     slow = engine.health().slow["waits"]
     assert slow.count == (1 if where == "start" else 3)
@@ -162,7 +163,7 @@ def test_an_engine_that_fails_in_this_process_names_the_requests_of_the_step(
     open_engine, monkeypatch
 ):
     engine = engine_with(open_engine, "Waits")
-    used = SamplingParams(plugin_args={"waits": {"where": ""}})
+    used = SamplingParams(ignore_eos=True, plugin_args={"waits": {"where": ""}})
     for request_id, params in (("a", used), ("b", GREEDY), ("c", used)):
         engine.add_request(request_id, "x", params)
     engine.step()

@@ -49,6 +49,7 @@ def connected(played):
         )
     yield client, sink, played
     sink.go_on.set()
+    played.engine.close()  # else a client that has failed waits for the end of its connection
     client.close()
 
 

@@ -44,8 +44,8 @@ def line():
     outputs: list = []
     sockets.read(outputs.append, lambda error: ended.set_result(error))
     yield sockets, engine, outputs, ended
+    engine.close()  # else sockets that have failed wait for the end of its connection
     sockets.close()
-    engine.close()
 
 
 @pytest.fixture
@@ -321,9 +321,9 @@ def answered_while_failed() -> None:
     for future in futures + late:
         assert isinstance(future.exception(PATIENCE_S), EngineDeadError | None)
     assert calls_of(sockets) == {}
+    engine.close()
     sockets.close()
     assert ended == []
-    engine.close()
 
 
 # An engine that takes nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,8 +54,7 @@ class Catalog:
                 enabled=False,
                 reason=self._why_disabled(plugin),
             )
-            for plugin in self._plugins.found
-            if not self._is_enabled(plugin)
+            for plugin in self._disabled()
         ]
         rank = {kind: index for index, kind in enumerate(KINDS)}
         return sorted([*enabled, *others], key=lambda c: (rank.get(c.kind, len(rank)), c.kind))
@@ -170,15 +170,20 @@ class Catalog:
             fields["adapter"] = _adapter_name(cls, KINDS[entry.kind])
         return _info(entry.kind, entry.source, enabled=True, reason=entry.origin, **fields)
 
-    def _is_enabled(self, plugin: InstalledPlugin) -> bool:
-        every = self._plugins.manifest.tree()
-        same = [e for e in every if (e.kind, e.value) == (plugin.kind, plugin.value)]
-        if any(entry.name == plugin.name for entry in same):
-            return True
-        offered = {
-            f.name for f in self._plugins.found if (f.kind, f.value) == (plugin.kind, plugin.value)
-        }
-        return any(entry.name not in offered for entry in same)
+    def _disabled(self) -> list[InstalledPlugin]:
+        """Return the found plugins that are not enabled, neither by their names nor by others."""
+        enabled: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        offered: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        for entry in self._plugins.manifest.tree():
+            enabled[entry.kind, entry.value].add(entry.name)
+        for plugin in self._plugins.found:
+            offered[plugin.kind, plugin.value].add(plugin.name)
+        return [
+            plugin
+            for plugin in self._plugins.found
+            if plugin.name not in (names := enabled[plugin.kind, plugin.value])
+            and names <= offered[plugin.kind, plugin.value]
+        ]
 
     def _why_disabled(self, plugin: InstalledPlugin) -> str:
         names = (plugin.name, f"{plugin.kind}/{plugin.name}")

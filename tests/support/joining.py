@@ -234,7 +234,7 @@ class JoiningEngine:
 
 
 class Proxy:
-    """Forwards TCP data until it is told to drop it.
+    """Forwards TCP data until it is told to drop it. It listens once its target does.
 
     Attributes:
         address: to connect to.
@@ -244,24 +244,39 @@ class Proxy:
     def __init__(self, target: str) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
         self._target = (host, int(port))
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server = socket.socket()
+        self._server.bind(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
-        self.swallows = threading.Event()
+        self.swallows, self._is_closed = threading.Event(), threading.Event()
         self._sockets = [self._server]
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
     def _accept(self) -> None:
+        # An engine gives up if its connections are accepted and cut for some seconds.
+        while (first := self._connected()) is None:
+            if self._is_closed.wait(0.05):
+                return
         with contextlib.suppress(OSError):
+            self._server.listen()
             while True:
                 incoming, _ = self._server.accept()
-                other = socket.create_connection(self._target)
+                other, first = first or self._connected(), None
+                if other is None:
+                    incoming.close()
+                    continue
                 self._sockets += [incoming, other]
                 for pair in ((incoming, other), (other, incoming)):
                     self._threads.append(
                         threading.Thread(target=self._pass, args=pair, daemon=True)
                     )
                     self._threads[-1].start()
+
+    def _connected(self) -> socket.socket | None:
+        try:
+            return socket.create_connection(self._target)
+        except OSError:  # nobody listens
+            return None
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -271,6 +286,7 @@ class Proxy:
             target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        self._is_closed.set()
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

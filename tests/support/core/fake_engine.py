@@ -23,6 +23,7 @@ class Engine:
     def __init__(self, sockets: EngineSockets, identity: bytes | None = None) -> None:
         """Connect, by default as the engine that the sockets expect."""
         self.context = zmq.Context()
+        self.context.linger = 0  # if a test that failed leaves it to the garbage collector
         self.input = self.context.socket(zmq.DEALER)
         self.input.setsockopt(zmq.IDENTITY, sockets.identity if identity is None else identity)
         self.input.setsockopt(zmq.RCVHWM, 1)

@@ -17,6 +17,7 @@ from support.core.fake_engine import Engine
 from support.waiting import PATIENCE_S
 
 from hardpoint import EngineDeadError
+from hardpoint.host.system.encoding import WireError
 from hardpoint.process.client import sockets as engine_sockets
 from hardpoint.process.client.sockets import READER_THREAD, EngineSockets
 from hardpoint.process.protocol import RequestType
@@ -145,6 +146,8 @@ def test_connections_are_counted_over_several_ends():
     sockets, first = connected()
     second = Engine(sockets, b"another")
     second.ready()
+    with pytest.raises(WireError, match="another"):  # so it has connected
+        sockets.poll_ready(int(PATIENCE_S * 1000))
     connections = vars(sockets)["_connections"]
     first.close()
     assert not connections.wait_until_none(0.1)

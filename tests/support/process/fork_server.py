@@ -287,16 +287,14 @@ def _be_subreaper(on: bool) -> None:
 def import_builtins() -> None:
     """Import the built-in components that are enabled by default: each engine needs most of them.
 
-    That takes half a second of processor time. Of the models, each needs one, and that which runs
-    models of transformers takes 3 seconds.
+    That takes half a second of processor time.
     """
     from hardpoint.host.registry.plugin_set import resolve_plugins
     from hardpoint.plugins import EngineConfig
 
     plugins = resolve_plugins(EngineConfig())
     for entry in plugins.manifest.entries:
-        if entry.kind != "models":
-            plugins.target(entry)
+        plugins.target(entry)
 
 
 def run_engine_once() -> None:

@@ -110,18 +110,19 @@ def main() -> int:
 def report() -> None:
     """Print seconds and test files of the last commits, each on its own, and their median."""
     seconds: Counter[str] = Counter()
-    for test, value in json.loads(DURATIONS.read_text(encoding="utf-8"))["tests"].items():
+    record = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    for test, value in record["tests"].items():
         seconds[test.partition("::")[0]] += value
-    walls = []
+    walls, together = [], seconds.total() / record["wall"]
     for line in git("log", "--no-merges", "--format=%h %s", f"-{COMMITS}").splitlines():
         commit = line.partition(" ")[0]
         affected = affected_tests(git("diff", "--name-only", f"{commit}~1", commit).splitlines())
         tests = seconds.keys() if affected is None else affected
-        walls.append(sum(seconds[test] for test in tests) / 2)  # in two processes
+        walls.append(sum(seconds[test] for test in tests) / together)
         count = "all" if affected is None else len(affected)
         print(f"{walls[-1]:6.0f} s {count:>5} files  {line[:72]}")
     median = statistics.median(walls)
-    print(f"{median:6.0f} s median, of {seconds.total() / 2:.0f} s for all")
+    print(f"{median:6.0f} s median, of {seconds.total() / together:.0f} s for all")
     print(f"{median + CHECKS_S:6.0f} s median with {CHECKS_S:.0f} s of checks")
 
 

@@ -112,7 +112,7 @@ def print_summary(
         print(f"test files that cannot be collected: {count}")
     print(f"tests skipped: {outcomes['skipped']}")
     print(f"checks: {options.checks:.0f} s")
-    print(f"tests: {record['wall']:.0f} s, {folders.total():.0f} s in both processes")
+    print(f"tests: {record['wall']:.0f} s, {folders.total():.0f} s in all processes")
     for slowest, seconds in folders.most_common(1):
         print(f"slowest folder: {slowest}, {seconds:.0f} s")
     print(f"log: {options.log}")

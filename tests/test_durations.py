@@ -48,7 +48,7 @@ def test_of_a_test_that_ran_again_the_last_outcome_counts(tmp_path):
         "tests run: 3, failed: 1",
         "tests skipped: 1",
         "checks: 12 s",
-        "tests: 180 s, 12 s in both processes",
+        "tests: 180 s, 12 s in all processes",
         "slowest folder: tests/a, 12 s",
         "log: the log",
     ]

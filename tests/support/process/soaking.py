@@ -59,7 +59,10 @@ def params(rng: random.Random) -> SamplingParams:
 
 
 def soak(engine, rng: random.Random, count: int) -> dict[str, int]:
-    """Send `count` requests, some wrong, and abort or time out many; return a count of each end."""
+    """Run random requests to their ends, and return the number of each kind of end.
+
+    Some are wrong, and many are aborted or run out of time.
+    """
     ends: dict[str, int] = {}
     live: set[str] = set()
     sent = 0
@@ -102,7 +105,10 @@ def of_engine(pid: int) -> Counter[str]:
 
 
 def main(folder: str, *, in_process: bool, count: int) -> None:
-    """Run requests; fail unless nothing is left of them; print their ends and the grown MiB."""
+    """Check that an engine keeps nothing of random requests.
+
+    Print the number of each kind of end, and the growth of memory in MiB.
+    """
     rng = random.Random(11)
     engine = open_engine(Path(folder), SETTINGS | {"engine": {"in_process": in_process}})
     pid = os.getpid() if in_process else engine.parts.client.pid

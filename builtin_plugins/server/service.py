@@ -43,6 +43,9 @@ from .streaming import COMMENT, EventStream, while_connected
 
 _log = logging.getLogger("hardpoint")
 
+ENGINE_RESTARTING = "engine_restarting"
+"""Code of the answers while no engine serves and none is known to be dead for good."""
+
 T = TypeVar("T")
 _CHARACTERS_PER_TOKEN = 32
 _PAUSED, _DRAIN, _LEVEL = "paused", "drain", "level of "
@@ -405,7 +408,7 @@ class Service:
 
 def _restarting() -> AnswerError:
     return unavailable(
-        "the engine is being restarted; send the request again", 2, code="engine_restarting"
+        "the engine is being restarted; send the request again", 2, code=ENGINE_RESTARTING
     )
 
 

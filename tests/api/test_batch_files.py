@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from hardpoint.builtin_plugins.commands.answer_file import AnswerFile
 from hardpoint.builtin_plugins.server.batches.lines import BatchReader, is_batch_line
 from hardpoint.cli import main
 from hardpoint.plugins import RequestError
+from hardpoint.process.client.event_loop import EventLoopBridge
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -219,7 +222,9 @@ class TestStopped:
         assert len(answers()) == 20
         assert f"20 requests finished ({before} before)" in capsys.readouterr().err
 
-    def test_by_the_death_of_the_engine(self, stopped, monkeypatch, capsys):
+    @pytest.fixture
+    def kill(self, monkeypatch):
+        """Return a function that kills the engine's process."""
         pids = []
         opened = async_llm.open_resolved
 
@@ -229,13 +234,39 @@ class TestStopped:
             return llm
 
         monkeypatch.setattr(async_llm, "open_resolved", open_resolved)
-        assert stopped(lambda: os.kill(pids[0], signal.SIGKILL)) == 2
+        return lambda: os.kill(pids[0], signal.SIGKILL)
+
+    def check_goes_on(self, capsys):
         assert "error: " in capsys.readouterr().err
         found = answers()
         assert 2 <= len(found) < 20
         assert {answer["response"]["status_code"] for answer in found.values()} == {200}
         assert run("--resume") == 0
         assert len(answers()) == 20
+
+    def test_by_the_death_of_the_engine(self, stopped, kill, capsys):
+        assert stopped(kill) == 2
+        self.check_goes_on(capsys)
+
+    def test_by_a_death_that_requests_notice_first(self, here, stopped, kill, monkeypatch, capsys):
+        with Path("hardpoint.toml").open("a") as file:
+            file.write("\n[server.limits]\nrequests = 1\n")  # none waits in the engine
+        has_ended = threading.Event()
+        report = EventLoopBridge.__call__
+
+        def report_late(bridge, item):
+            if isinstance(item, Exception):
+                has_ended.set()
+                time.sleep(0.3)
+            report(bridge, item)
+
+        def kill_first():
+            kill()
+            assert has_ended.wait(60)
+
+        monkeypatch.setattr(EventLoopBridge, "__call__", report_late)
+        assert stopped(kill_first) == 2
+        self.check_goes_on(capsys)
 
 
 class TestRefused:

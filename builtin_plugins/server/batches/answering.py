@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.builtin_plugins.server.application import Application
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
+from hardpoint.builtin_plugins.server.service import ENGINE_RESTARTING
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.server import AsyncGenerator, Client
 from hardpoint.toolkit.requests.item_reader import ItemReader
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _CLIENT = Client(name="batch file")
 _LATER = (429, 503)
 """Statuses of requests that the server has no room for now."""
+_RETRY_SECONDS = 0.5
+"""Pause before requests are sent again to an engine that has ended."""
 
 
 async def answer_lines(
@@ -73,7 +76,7 @@ class _OpenLines:
         self._room = window
         self._running: dict[asyncio.Future[Response], BatchLine] = {}
         self._read: asyncio.Future[BatchLine | None] | None = None
-        self._is_at_end = False
+        self._is_at_end = self._is_engine_down = False
 
     def awaited(self) -> list[asyncio.Future[Any]]:
         """Return the futures of the answers, and of the line that is being read."""
@@ -83,11 +86,15 @@ class _OpenLines:
         """Ask for the answers of more lines, or for a line, while there is room."""
         while len(self._running) < self._room and self._waiting:
             line = self._waiting.popleft()
-            asking = asyncio.create_task(self._app.ask(_CLIENT, line.url, line.body))
-            self._running[asking] = line
+            self._running[asyncio.create_task(self._ask(line))] = line
         has_room = len(self._running) < self._room
         if has_room and self._read is None and not self._is_at_end:
             self._read = asyncio.wrap_future(self._reader.ask())
+
+    async def _ask(self, line: BatchLine) -> Response:
+        if self._is_engine_down:
+            await asyncio.sleep(_RETRY_SECONDS)
+        return await self._app.ask(_CLIENT, line.url, line.body)
 
     def end(self, done: Collection[asyncio.Future[Any]]) -> None:
         """Write answers and take the line that was read, then go on."""
@@ -106,19 +113,20 @@ class _OpenLines:
             self._waiting.append(line)
 
     def _end_answers(self, done: Iterable[asyncio.Future[Response]]) -> None:
-        """Write answers; a line that was refused waits, unless there was nothing besides."""
-        answers = [(self._running.pop(task), task.result()) for task in done]
-        is_alone = not self._running and all(
-            line_answer.status_code in _LATER for _, line_answer in answers
-        )
-        left = (
-            []
-            if is_alone
-            else [line for line, line_answer in answers if line_answer.status_code in _LATER]
-        )
-        for line, answer in answers:
-            if is_alone or answer.status_code not in _LATER:
-                self._write(line, answer_to(line, answer))
+        """Write answers; a line that was refused waits, unless there was nothing besides.
+
+        Requests may notice that the engine has ended before that is known: then all lines wait,
+        until it is known.
+        """
+        lines = [(self._running.pop(task), task.result()) for task in done]
+        answers = [(line, answer.status_code, answer_to(line, answer)) for line, answer in lines]
+        self._is_engine_down = any(answer.code == ENGINE_RESTARTING for _, _, answer in answers)
+        refused = [line for line, status, _ in answers if status in _LATER]
+        is_alone = not (self._running or self._is_engine_down) and len(refused) == len(answers)
+        left = [] if is_alone else refused
+        for line, status, answer in answers:
+            if is_alone or status not in _LATER:
+                self._write(line, answer)
         self._waiting += left
         # A refusal shows how many requests there is room for; each end, that there is more.
         self._room = len(self._running) if left else self._room + len(answers)

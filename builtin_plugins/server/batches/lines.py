@@ -228,10 +228,18 @@ class BatchAnswer(msgspec.Struct, frozen=True):
         assert self.response is not None
         if self.response.status_code == _OK:
             return None
-        body = self.response.body
+        return str(self._error.get("message") or f"status {self.response.status_code}")
+
+    @property
+    def code(self) -> object:
+        """The code of the route's error; None if it has none."""
+        return self._error.get("code")
+
+    @property
+    def _error(self) -> Mapping[str, Any]:
+        body = None if self.response is None else self.response.body
         error = body.get("error") if isinstance(body, dict) else None
-        message = error.get("message") if isinstance(error, dict) else None
-        return str(message or f"status {self.response.status_code}")
+        return error if isinstance(error, dict) else {}
 
     @property
     def num_tokens(self) -> int:

@@ -237,7 +237,10 @@ def test_a_step_that_hangs_ends_at_the_third_signal(engine, tmp_path):
 
 
 def test_a_request_after_a_drain_of_no_time(opened, endless, tmp_path):
-    """The engine has closed its sockets, and takes a minute to close the rest."""
+    """The engine has closed its sockets, and takes a minute to close the rest.
+
+    Until the program knows of it, a request is still sent, and has the error in its output.
+    """
     config = {
         "engine": {"drain_seconds": 0.0},
         "scheduler": {"policy": "support.plugins.closing:Closing"},
@@ -246,6 +249,13 @@ def test_a_request_after_a_drain_of_no_time(opened, endless, tmp_path):
     llm = opened(endless, config)
     os.kill(pid_of(llm), signal.SIGTERM)
     wait_until((tmp_path / "closed").exists, PATIENCE_S, "the cleanup")
+    try:
+        [output] = llm.generate("x", GREEDY)
+    except EngineDeadError as error:
+        reason = str(error)
+    else:
+        reason = output.outputs[0].error
+    assert reason == "the engine is shutting down"
     with pytest.raises(EngineDeadError, match=r"^the engine is shutting down$"):
         llm.generate("x", GREEDY)
     os.kill(pid_of(llm), signal.SIGKILL)

@@ -18,6 +18,7 @@ from hardpoint.builtin_plugins.server.batches.lines import (
     BatchReader,
     LineError,
     answer_to,
+    refusal_code,
 )
 from hardpoint.builtin_plugins.server.batches.text_lines import line_of, next_line, texts
 from hardpoint.plugins import HardpointError, RequestError
@@ -53,14 +54,6 @@ _REASONS = {
 }
 
 
-class _RefusalError(msgspec.Struct):
-    code: str | None = None
-
-
-class _Refusal(msgspec.Struct):
-    error: _RefusalError
-
-
 class Slots:
     """Capacity for the requests of all batches, after the requests of users."""
 
@@ -81,11 +74,7 @@ class Slots:
 
 
 def _is_overload(answer: Response) -> bool:
-    if answer.status_code not in _LATER or not answer.body:
-        return False
-    with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
-        return msgspec.json.decode(answer.body, type=_Refusal).error.code == "overloaded"
-    return False
+    return answer.status_code in _LATER and refusal_code(answer) == "overloaded"
 
 
 async def _is_idle(engine: AsyncGenerator) -> bool:

@@ -248,7 +248,7 @@ class TestStopped:
         assert stopped(kill) == 2
         self.check_goes_on(capsys)
 
-    def test_by_a_death_that_requests_notice_first(self, here, stopped, kill, monkeypatch, capsys):
+    def test_by_a_death_that_requests_notice_first(self, stopped, kill, monkeypatch, capsys):
         with Path("hardpoint.toml").open("a") as file:
             file.write("\n[server.limits]\nrequests = 1\n")  # none waits in the engine
         has_ended = threading.Event()

@@ -15,7 +15,7 @@ from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.server import AsyncGenerator, Client
 from hardpoint.toolkit.requests.item_reader import ItemReader
 
-from .lines import BatchAnswer, BatchLine, answer_to
+from .lines import BatchAnswer, BatchLine, answer_to, refusal_code
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -113,20 +113,21 @@ class _OpenLines:
             self._waiting.append(line)
 
     def _end_answers(self, done: Iterable[asyncio.Future[Response]]) -> None:
-        """Write answers; a line that was refused waits, unless there was nothing besides.
+        """Write answers, and keep refused lines for another attempt.
 
-        Requests may notice that the engine has ended before that is known: then all lines wait,
+        If nothing else runs, a refusal is the answer: there would be no more room later. Requests
+        may notice that the engine has ended before that is known; then all refused lines wait,
         until it is known.
         """
-        lines = [(self._running.pop(task), task.result()) for task in done]
-        answers = [(line, answer.status_code, answer_to(line, answer)) for line, answer in lines]
-        self._is_engine_down = any(answer.code == ENGINE_RESTARTING for _, _, answer in answers)
-        refused = [line for line, status, _ in answers if status in _LATER]
+        answers = [(self._running.pop(task), task.result()) for task in done]
+        refused = [(line, answer) for line, answer in answers if answer.status_code in _LATER]
+        codes = {refusal_code(answer) for _, answer in refused}
+        self._is_engine_down = ENGINE_RESTARTING in codes
         is_alone = not (self._running or self._is_engine_down) and len(refused) == len(answers)
-        left = [] if is_alone else refused
-        for line, status, answer in answers:
-            if is_alone or status not in _LATER:
-                self._write(line, answer)
+        left = [] if is_alone else [line for line, _ in refused]
+        for line, answer in answers:
+            if is_alone or answer.status_code not in _LATER:
+                self._write(line, answer_to(line, answer))
         self._waiting += left
         # A refusal shows how many requests there is room for; each end, that there is more.
         self._room = len(self._running) if left else self._room + len(answers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -228,18 +229,10 @@ class BatchAnswer(msgspec.Struct, frozen=True):
         assert self.response is not None
         if self.response.status_code == _OK:
             return None
-        return str(self._error.get("message") or f"status {self.response.status_code}")
-
-    @property
-    def code(self) -> object:
-        """The code of the route's error; None if it has none."""
-        return self._error.get("code")
-
-    @property
-    def _error(self) -> Mapping[str, Any]:
-        body = None if self.response is None else self.response.body
+        body = self.response.body
         error = body.get("error") if isinstance(body, dict) else None
-        return error if isinstance(error, dict) else {}
+        message = error.get("message") if isinstance(error, dict) else None
+        return str(message or f"status {self.response.status_code}")
 
     @property
     def num_tokens(self) -> int:
@@ -250,6 +243,21 @@ class BatchAnswer(msgspec.Struct, frozen=True):
             return 0
         count = usage.get("completion_tokens", usage.get("prompt_tokens"))
         return count if isinstance(count, int) else 0
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+def refusal_code(answer: Response) -> str | None:
+    """Return the code of the error that a route answered with, if it has one."""
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(answer.body, type=_Refusal).error.code
+    return None
 
 
 _OK = 200

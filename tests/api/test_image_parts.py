@@ -13,6 +13,7 @@ import pytest
 from support.gemma_images import IMAGE, SOFT_TOKENS
 from support.image_model import settings, write_image_model
 from support.pictures import data_url, encoded, gradient
+from support.process.slow_requests import SLOW, UNFINISHED
 from support.waiting import PATIENCE_S, until
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
@@ -307,9 +308,9 @@ def test_an_engine_that_is_closed_reads_no_further_images(folder):
 
 def test_a_dead_engine_reads_no_images(folder):
     prompt = {"prompt": IMAGE, "multi_modal_data": {"image": [encoded(FIRST)]}}
-    with LLM(str(folder), config=settings(engine={"in_process": False})) as opened:
+    with LLM(str(folder), config=settings(engine={"in_process": False}, **SLOW)) as opened:
         opened.generate(prompt, GREEDY)
-        stream = opened.stream("x", SamplingParams(max_tokens=400, ignore_eos=True))
+        stream = opened.stream("x", UNFINISHED)
         os.kill(opened.llm_engine.pids[0], signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             list(stream)

@@ -14,6 +14,8 @@ import weakref
 import numpy as np
 import pytest
 from support.internals import core_of, open_calls_of, worker_of
+from support.process.harness import process_config
+from support.process.slow_requests import SLOW, UNFINISHED
 
 from hardpoint import (
     LLM,
@@ -218,9 +220,9 @@ def test_closing_lets_go_of_everything(scripted):
 
 
 def test_each_call_of_a_dead_engine_has_the_error_that_ended_it(scripted):
-    with LLM(config=scripted_config(scripted, {"engine": {"in_process": False}})) as llm:
+    with LLM(config=process_config(scripted, SLOW)) as llm:
         llm.chat(HI, GREEDY)
-        stream = llm.stream("x", SamplingParams(max_tokens=400, ignore_eos=True))
+        stream = llm.stream("x", UNFINISHED)
         os.kill(llm.llm_engine.pids[0], signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             list(stream)

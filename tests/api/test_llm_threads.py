@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.process.harness import run_program
+from support.process.harness import process_config, run_program
+from support.process.slow_requests import SLOW, UNFINISHED
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import LLM, AsyncLLM, EngineClosedError, HardpointError, SamplingParams
@@ -223,18 +224,18 @@ def test_a_fork_of_a_program_with_an_event_loop_is_refused(scripted):
 
 
 def closed_by_a_generator(llm):
-    with contextlib.closing(llm.stream("long", ENDLESS)) as outputs:
+    with contextlib.closing(llm.stream("long", UNFINISHED)) as outputs:
         yield from outputs
 
 
 def delegating(llm):
-    yield from llm.generate_unordered([("a", ONE), ("long", ENDLESS)])
+    yield from llm.generate_unordered([("a", ONE), ("long", UNFINISHED)])
 
 
 ITERATORS = {
-    "unordered": lambda llm: llm.generate_unordered([("a", ONE), ("long", ENDLESS)]),
-    "conversation": lambda llm: llm.open_conversation(ENDLESS).send("long"),
-    "stream": lambda llm: llm.stream("long", ENDLESS),
+    "unordered": lambda llm: llm.generate_unordered([("a", ONE), ("long", UNFINISHED)]),
+    "conversation": lambda llm: llm.open_conversation(UNFINISHED).send("long"),
+    "stream": lambda llm: llm.stream("long", UNFINISHED),
     "in a generator": closed_by_a_generator,
     "delegated to": delegating,
 }
@@ -267,7 +268,7 @@ def collecting_reader(scripted):
 
     threading.setprofile(collect)
     try:
-        llm = LLM(config=scripted_config(scripted, {"engine": {"in_process": False}}))
+        llm = LLM(config=process_config(scripted, SLOW))
     finally:
         threading.setprofile(None)
     with llm:
@@ -307,7 +308,7 @@ class Interrupted(DefaultScheduler):
 @pytest.fixture(scope="module")
 def interrupted(scripted):
     use = {"scheduler": {"use": f"{__name__}:Interrupted"}}
-    with LLM(config=scripted_config(scripted, use)) as llm:
+    with LLM(config=scripted_config(scripted, {**use, **SLOW})) as llm:
         yield llm
 
 
@@ -322,7 +323,7 @@ def test_the_collector_ends_iterators_within_a_call_of_the_engine(interrupted, a
 
 def test_a_signal_handler_may_abort_another_request_while_one_is_added(interrupted):
     engine = interrupted.llm_engine
-    stream = interrupted.stream("long", ENDLESS)
+    stream = interrupted.stream("long", UNFINISHED)
     request_id = next(stream).request_id
     Interrupted.due["after it is added"] = lambda: engine.abort_requests(request_id)
     assert texts(interrupted.generate("say abc", GREEDY)) == [" abc abc abc"]

@@ -7,6 +7,8 @@ import collections
 
 import pytest
 from support.plugins.ending import Fails, Upper
+from support.plugins.slow import Slow
+from support.process.slow_requests import UNFINISHED
 from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
@@ -14,14 +16,13 @@ from hardpoint.errors import EngineClosedError, RequestError
 from hardpoint.testing import scripted_config
 
 SHORT = SamplingParams(max_tokens=3, temperature=0.0)
-LONG = SamplingParams(max_tokens=300, ignore_eos=True, temperature=0.0)
 FAILING = SamplingParams(max_tokens=3, plugin_args={"fails": {"fails": True}})
-OUTCOMES = {"finished": SHORT, "aborted": LONG, "failed": FAILING}
+OUTCOMES = {"finished": SHORT, "aborted": UNFINISHED, "failed": FAILING}
 
 
 def config(scripted, **tables):
-    """Return a configuration with the part and the processor."""
-    enabled = [f"{plugin.__module__}:{plugin.__qualname__}" for plugin in (Upper, Fails)]
+    """Return a configuration with the part and the processors."""
+    enabled = [f"{plugin.__module__}:{plugin.__qualname__}" for plugin in (Upper, Fails, Slow)]
     plugins = {"enable": enabled, "quarantine_after": 0}
     return scripted_config(scripted, {"plugins": plugins, **tables})
 
@@ -69,7 +70,7 @@ def test_a_rejected_request_has_one_end(llm):
 
 
 def test_closing_ends_the_live_requests(llm):
-    streams = [llm.stream("say abc", LONG) for _ in range(2)]
+    streams = [llm.stream("say abc", UNFINISHED) for _ in range(2)]
     next(streams[0])
     llm.close()
     assert ends() == {"aborted": 2}
@@ -88,7 +89,7 @@ def test_a_fault_of_a_format_names_its_part(llm, method):
 
 
 def test_a_fault_after_an_abort_is_logged(llm, caplog):
-    stream = llm.stream("say abc", LONG, tags={"fails in": "end"})
+    stream = llm.stream("say abc", UNFINISHED, tags={"fails in": "end"})
     next(stream)
     stream.close()
     assert "its end() failed: KeyError: 'missing', after its request has ended" in caplog.text
@@ -118,7 +119,7 @@ def test_each_request_of_an_event_loop_has_one_end(scripted):
             texts = await asyncio.gather(*(one(llm, number) for number in range(60)))
             assert texts == [" AB", "", ""] * 20
             assert ends() == dict.fromkeys(OUTCOMES, 20)
-            live = llm.generate("say abc", LONG)
+            live = llm.generate("say abc", UNFINISHED)
             await anext(live)
         with pytest.raises(EngineClosedError):
             await anext(live)

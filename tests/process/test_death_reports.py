@@ -7,8 +7,10 @@ import contextlib
 import os
 import signal
 
+import msgspec
 import pytest
 from support.process.harness import hangs, process_config
+from support.process.slow_requests import UNFINISHED
 from support.waiting import until
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams, plugins
@@ -91,16 +93,17 @@ async def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quara
 
 def test_a_request_whose_plugin_is_quarantined_meanwhile_is_refused_by_that_name(scripted):
     engine = {"restart": "on_failure", "max_resumes": 9}
-    config = process_config(scripted, {"plugins": {"enable": [f"{HERE}:Exits"]}, "engine": engine})
-    bad, other = (
-        SamplingParams(**GREEDY, max_tokens=400, plugin_args={"exits": {"after": after}})
-        for after in (0, 1000)
-    )
+    enable = ["support.plugins.slow:Slow", f"{HERE}:Exits"]
+    config = process_config(scripted, {"plugins": {"enable": enable}, "engine": engine})
+    bad = SamplingParams(**GREEDY, max_tokens=400, plugin_args={"exits": {"after": 0}})
+    # It runs when the bad one is sent, however long the program takes to send that.
+    slowly = {**UNFINISHED.plugin_args, "exits": {"after": 1000}}
+    other = msgspec.structs.replace(UNFINISHED, plugin_args=slowly)
     with LLM(config=config) as llm:
-        outputs = llm.generate(["x", "x"], [bad, other])
+        outputs = llm.generate(["x", "x"], [other, bad])
         errors = [output.outputs[0].error for output in outputs]
-        assert errors[0].endswith("was in the step of 2 engines when they died; it runs no more")
-        assert errors[1].startswith(
+        assert errors[1].endswith("was in the step of 2 engines when they died; it runs no more")
+        assert errors[0].startswith(
             "plugin_args.exits: the plugin is quarantined: the engine died 2 times within 60 s in "
             f"apply() of plugin 'exits' ({HERE}:Exits)"
         )

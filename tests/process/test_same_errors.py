@@ -8,6 +8,7 @@ import threading
 import pytest
 from support.internals import core_of
 from support.process.harness import open_engine
+from support.process.slow_requests import SLOW, UNFINISHED
 from support.samples import Sample
 
 from hardpoint import (
@@ -202,11 +203,10 @@ class BrokenStep(Sample, DefaultScheduler, contract=1):
 @pytest.mark.parametrize("opens", [scripted_engine, open_engine], ids=["inside", "apart"])
 def test_one_that_an_abort_brings_out_ends_the_engine_too(scripted, opens):
     policy = {"policy": f"{HERE}:BrokenEnd"}
-    engine = opens(
-        scripted, {"scheduler": policy, "plugins": {"on_error": {"broken_end": "engine"}}}
-    )
+    settings = {**SLOW["plugins"], "on_error": {"broken_end": "engine"}}
+    engine = opens(scripted, {"scheduler": policy, "plugins": settings})
     for name in ("a", "b"):
-        engine.add_request(name, "x", SamplingParams(max_tokens=400, ignore_eos=True))
+        engine.add_request(name, "x", UNFINISHED)
     engine.step()
     with pytest.raises(EngineFaultError, match="plugin 'broken_end'.*LookupError: no such request"):
         abort_and_step(engine)

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(
     temperature=0.0, max_tokens=30_000, ignore_eos=True, output_kind=RequestOutputKind.DELTA
 )
-SLOWLY = msgspec.structs.replace(ENDLESS, plugin_args={"slow": {"seconds": 0.05}})
+SLOWLY = msgspec.structs.replace(ENDLESS, plugin_args={"slow": {"seconds": 0.07}})
 
 
 class Sink(StatSink):
@@ -202,11 +202,15 @@ class Unclosing(Tagged):
 
 def test_a_parser_that_fails_then_keeps_the_error_from_nobody(scripted, caplog):
     async def main():
-        parser = {"reasoning": {"parser": f"{__name__}:Unclosing"}}
-        config = scripted_config(scripted, {**parser, "engine": {"in_process": False}})
-        async with AsyncLLM(config=config) as llm:
-            own = msgspec.structs.replace(ENDLESS, plugin_args={"unclosing": {"tag": "x"}})
-            streams = [llm.generate("long", params) for params in (ENDLESS, own, ENDLESS)]
+        extra = {
+            "reasoning": {"parser": f"{__name__}:Unclosing"},
+            "plugins": {"enable": ["support.plugins.slow:Slow"]},
+            "engine": {"in_process": False},
+        }
+        async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
+            arguments = {**SLOWLY.plugin_args, "unclosing": {"tag": "x"}}
+            own = msgspec.structs.replace(SLOWLY, plugin_args=arguments)
+            streams = [llm.generate("long", params) for params in (SLOWLY, own, SLOWLY)]
             for stream in streams:
                 await anext(stream)
             die(llm)

@@ -12,6 +12,12 @@ from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 
+UNFINISHED = SamplingParams(
+    temperature=0.0, max_tokens=450, ignore_eos=True, plugin_args={"slow": {"seconds": 0.07}}
+)
+"""Parameters of a request of half a minute, because a busy machine may pause the program before it
+aborts the request."""
+
 
 def long() -> SamplingParams:
     """Parameters of a request that goes on, slowly enough to leave the processor to others."""

@@ -58,22 +58,17 @@ class Engines:
 
     def __init__(self, size):
         self.meeting, self.coordinator = Meeting(size), Coordinator()
-        self.rigs, self.waves, self.read = [], [], [0] * size
+        self.rigs, self.read = [], [0] * size
         for rank in range(size):
             make = partial(WaveCore, engines=self.meeting.of(rank))
             self.rigs.append(LoopRig(ScriptedExecutor(), make_core=make))
-        self._record_ends(self.rigs[0].queues.output)
+        self._messages = self.rigs[0].record_unmerged()
 
-    def _record_ends(self, queue):
-        """Record the number of each wave that ends; of those in merged outputs, one is left."""
-        put = queue.put
-
-        def record(client, message):
-            if (wave := getattr(message, "wave_complete", None)) is not None:
-                self.waves.append(wave)
-            put(client, message)
-
-        queue.put = record
+    @property
+    def waves(self):
+        """The number of each wave that ended, read before messages are merged."""
+        ends = [getattr(message, "wave_complete", None) for message in self._messages]
+        return [wave for wave in ends if wave is not None]
 
     def collect(self):
         for rank, rig in enumerate(self.rigs):

@@ -401,6 +401,17 @@ class LoopRig(Rig):
             else:
                 self.queues.input.put(message)
 
+    def record_unmerged(self):
+        """Return a list that gets each message of the loop from now on, before any is merged."""
+        put, messages = self.queues.output.put, []
+
+        def record(client, message):
+            messages.append(message)
+            put(client, message)
+
+        self.queues.output.put = record
+        return messages
+
     def collect(self):
         """Read the outputs of the loop."""
         self.queues.output.end(0)

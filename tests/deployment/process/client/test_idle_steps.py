@@ -31,13 +31,7 @@ LONG = SamplingParams(
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_chunk_of_a_prompt_is_no_message(depth):
     rig = LoopRig(ScriptedExecutor(depth), max_num_batched_tokens=8)
-    put, messages = rig.queues.output.put, []
-
-    def noted(client, message):
-        messages.append(message)
-        put(client, message)
-
-    rig.queues.output.put = noted
+    messages = rig.record_unmerged()
     prompt = list(range(1, 41))
     rig.send(request("a", prompt=prompt, max_tokens=4))
     with rig:
